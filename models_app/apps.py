@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from django.apps import AppConfig
+
+
+class ModelsAppConfig(AppConfig):
+    name = "models_app"
+    verbose_name = "Models and instances"
+    default_auto_field = "django.db.models.BigAutoField"

@@ -1,0 +1,36 @@
+"""The tables of this app, one module a subject."""
+
+from __future__ import annotations
+
+from models_app.models.access import ApiKey, AuditEntry, IdempotencyRecord, UsageRecord
+from models_app.models.instance import Instance, InstanceEvent, InstanceQuerySet, LaunchAttempt, new_engine_token
+from models_app.models.model import (
+    SERVED_NAME_RE,
+    MemoryPolicy,
+    MemoryProfile,
+    Model,
+    ModelAlias,
+    Preset,
+    served_name_validator,
+)
+from models_app.models.operation import Operation
+
+__all__ = [
+    "SERVED_NAME_RE",
+    "ApiKey",
+    "AuditEntry",
+    "IdempotencyRecord",
+    "Instance",
+    "InstanceEvent",
+    "InstanceQuerySet",
+    "LaunchAttempt",
+    "MemoryPolicy",
+    "MemoryProfile",
+    "Model",
+    "ModelAlias",
+    "Operation",
+    "Preset",
+    "UsageRecord",
+    "new_engine_token",
+    "served_name_validator",
+]

@@ -1,0 +1,131 @@
+"""Everything that is not Celery's, Channels', logging's or security's own. Every variable stands in README's table."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from sardeenz_site.env import env_bytes, env_choice, env_float, env_int, env_list, env_path, env_secret, env_str
+
+BASE_DIR = Path(__file__).resolve().parent.parent.parent
+SARDEENZ_HOME = env_path("SARDEENZ_HOME", BASE_DIR / "var")
+SARDEENZ_HOME.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+# --- this machine -------------------------------------------------------------------------------
+SARDEENZ_HOST_NAME = env_str("SARDEENZ_HOST_NAME", socket.gethostname().split(".")[0][:64])
+SARDEENZ_HOST_ADDRESS = env_str("SARDEENZ_HOST_ADDRESS", "127.0.0.1")
+SARDEENZ_ENGINE = env_choice("SARDEENZ_ENGINE", "auto", ("auto", "vllm", "simulated"))
+SARDEENZ_VLLM = env_str("SARDEENZ_VLLM", "vllm")  # command that starts vLLM: a name on PATH or a path
+SARDEENZ_RUN_DIR = env_path("SARDEENZ_RUN_DIR", SARDEENZ_HOME / "runs")
+SARDEENZ_MODEL_ROOTS = [Path(p) for p in env_list("SARDEENZ_MODEL_ROOTS", [str(SARDEENZ_HOME / "models")])]
+SARDEENZ_HF_HOME = env_str("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+SARDEENZ_HF_TOKEN = env_secret("HF_TOKEN")
+SARDEENZ_SIM_GPUS = env_int("SARDEENZ_SIM_GPUS", 2, minimum=0, maximum=64)
+SARDEENZ_SIM_GPU_BYTES = env_bytes("SARDEENZ_SIM_GPU_BYTES", 80 * 1024**3)
+SARDEENZ_SIM_DIR = env_path("SARDEENZ_SIM_DIR", SARDEENZ_HOME / "simgpu" / SARDEENZ_HOST_NAME)
+SARDEENZ_SIM_SPEED = env_float("SARDEENZ_SIM_SPEED", 1.0, minimum=0.01, maximum=1000.0)
+SARDEENZ_MAX_INSTANCES = env_int("SARDEENZ_MAX_INSTANCES", 64, minimum=1, maximum=1000)
+
+# --- limits of time, all in seconds ----------------------------------------------------------------
+HOST_HEARTBEAT_LIMIT_S = env_float("SARDEENZ_HEARTBEAT_LIMIT_S", 15.0, minimum=2.0)
+START_LIMIT_S = env_float("SARDEENZ_START_LIMIT_S", 1800.0, minimum=5.0)
+DOWNLOAD_LIMIT_S = env_float("SARDEENZ_DOWNLOAD_LIMIT_S", 4 * 3600.0, minimum=5.0)
+DRAIN_LIMIT_S = env_float("SARDEENZ_DRAIN_LIMIT_S", 30.0)
+STOP_LIMIT_S = env_float("SARDEENZ_STOP_LIMIT_S", 30.0, minimum=1.0)
+MEMORY_BACK_LIMIT_S = env_float("SARDEENZ_MEMORY_BACK_LIMIT_S", 15.0)
+CONTROL_CALL_LIMIT_S = env_float("SARDEENZ_CONTROL_CALL_LIMIT_S", 10.0, minimum=0.5)
+RESTART_LIMIT = env_int("SARDEENZ_RESTART_LIMIT", 5, minimum=0, maximum=1000)
+RESTART_BACKOFF_S = env_float("SARDEENZ_RESTART_BACKOFF_S", 10.0, minimum=0.1)
+RESTART_BACKOFF_MAX_S = env_float("SARDEENZ_RESTART_BACKOFF_MAX_S", 300.0, minimum=0.1)
+
+# --- Django ----------------------------------------------------------------------------------------
+INSTALLED_APPS = [
+    "daphne",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "channels",
+    "django_htmx",
+    "gpus_app",
+    "models_app",
+    "sardeenz_site",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "django_htmx.middleware.HtmxMiddleware",
+]
+ROOT_URLCONF = "sardeenz_site.urls"
+ASGI_APPLICATION = "sardeenz_site.asgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+
+def _database(url: str) -> dict[str, Any]:
+    parts = urlparse(url)
+    if parts.scheme == "sqlite":
+        return {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": unquote(parts.path) or ":memory:",
+            "OPTIONS": {
+                "transaction_mode": "IMMEDIATE",
+                "timeout": 20,
+                "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+            },
+        }
+    if parts.scheme in ("postgres", "postgresql"):
+        query = dict(pair.split("=", 1) for pair in parts.query.split("&") if "=" in pair)
+        return {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": unquote(parts.path.lstrip("/")),
+            "USER": unquote(parts.username or ""),
+            "PASSWORD": unquote(parts.password or ""),
+            "HOST": unquote(query.pop("host", "") or parts.hostname or ""),
+            "PORT": str(parts.port or ""),
+            "OPTIONS": {"connect_timeout": 5, **query},
+        }
+    from django.core.exceptions import ImproperlyConfigured
+
+    raise ImproperlyConfigured(f"DATABASE_URL: scheme {parts.scheme!r} is neither sqlite nor postgresql.")
+
+
+DATABASES = {"default": _database(env_secret("DATABASE_URL") or f"sqlite:///{SARDEENZ_HOME / 'sardeenz.sqlite3'}")}
+DATABASES["default"]["CONN_MAX_AGE"] = 0
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+LANGUAGE_CODE = "en"
+USE_I18N = False
+USE_TZ = True
+TIME_ZONE = "UTC"
+STATIC_URL = "/static/"
+STATIC_ROOT = SARDEENZ_HOME / "static"
+STATICFILES_DIRS = [BASE_DIR / "static"]
+LOGIN_URL = "/login/"
+LOGIN_REDIRECT_URL = "/"
+
+from sardeenz_site.settings.celery import *  # noqa: E402, F403
+from sardeenz_site.settings.channels import *  # noqa: E402, F403
+from sardeenz_site.settings.logging import *  # noqa: E402, F403
+from sardeenz_site.settings.security import *  # noqa: E402, F403
