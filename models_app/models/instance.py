@@ -50,6 +50,9 @@ class Instance(models.Model):
 
     host = models.ForeignKey(Host, null=True, blank=True, on_delete=models.PROTECT, related_name="instances")
     gpu_uuids = models.JSONField(default=list, blank=True)
+    placement_wish = models.JSONField(
+        default=dict, blank=True, help_text="Of the launch: host, gpu_uuids, anyway. Empty: what the model says."
+    )
     port = models.PositiveIntegerField(null=True, blank=True)
     ipc_name = models.CharField(max_length=64, blank=True)
     engine_token = models.CharField(max_length=64, default=new_engine_token, editable=False)
@@ -79,6 +82,7 @@ class Instance(models.Model):
         max_length=16, blank=True, choices=[(s.value, s.value) for s in LimitStatus], default=LimitStatus.NONE
     )
     limit_message = models.CharField(max_length=1000, blank=True)
+    limit_answer = models.JSONField(default=dict, blank=True, help_text="The engine's last answer to a limit or trim.")
     effective_limit_bytes = models.BigIntegerField(null=True, blank=True)
     capacity_bytes = models.BigIntegerField(null=True, blank=True)
     bundle_bytes = models.BigIntegerField(null=True, blank=True)
@@ -88,6 +92,7 @@ class Instance(models.Model):
     provider = models.CharField(max_length=8, blank=True, help_text="Who answers /kvcache: addon, pr324, shm, none.")
 
     sleep_level = models.PositiveSmallIntegerField(null=True, blank=True)
+    stop_force = models.BooleanField(default=False, help_text="End it now: no drain, requests in flight are cut.")
     health = models.CharField(max_length=16, default="unknown", help_text="unknown, ok, busy, hung, stuck")
     health_reason = models.CharField(max_length=500, blank=True)
     last_progress_at = models.DateTimeField(null=True, blank=True)
@@ -151,6 +156,9 @@ class LaunchAttempt(models.Model):
     engine_start_ticks = models.BigIntegerField(null=True)
     started_at = models.DateTimeField(auto_now_add=True)
     exec_at = models.DateTimeField(null=True)
+    load_started_at = models.DateTimeField(
+        null=True, help_text="End of the download: the start limit counts from here."
+    )
     ready_at = models.DateTimeField(null=True)
     ended_at = models.DateTimeField(null=True)
     exit_code = models.IntegerField(null=True)

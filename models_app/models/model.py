@@ -63,12 +63,20 @@ class Model(models.Model):
     max_concurrency = models.PositiveIntegerField(null=True, blank=True)
     facts = models.JSONField(default=dict, blank=True, help_text="Architecture facts (engines.facts.ModelFacts).")
     spec_revision = models.PositiveIntegerField(default=1, help_text="Rises when an option of the engine changes.")
+    deployed = models.BooleanField(
+        default=False, help_text="Wanted: its replicas are kept running until it is stopped."
+    )
     created_by = models.CharField(max_length=150, blank=True)
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True)
 
     class Meta:
         ordering = ["served_model_name"]
+        permissions = [
+            ("operate", "Can launch, stop, limit and sleep models"),
+            ("administer", "Can manage models, keys, users and hosts"),
+            ("risky_arguments", "Can use engine arguments that run code or read files"),
+        ]
 
     def __str__(self) -> str:
         return self.served_model_name
