@@ -7,3 +7,8 @@ class ModelsAppConfig(AppConfig):
     name = "models_app"
     verbose_name = "Models and instances"
     default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from models_app import permissions
+
+        permissions.connect(self)
