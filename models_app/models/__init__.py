@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from models_app.models.access import ApiKey, AuditEntry, IdempotencyRecord, UsageRecord
-from models_app.models.instance import Instance, InstanceEvent, InstanceQuerySet, LaunchAttempt, new_engine_token
+from models_app.models.instance import (
+    COLOUR_SLOTS,
+    Instance,
+    InstanceEvent,
+    InstanceQuerySet,
+    LaunchAttempt,
+    new_engine_token,
+)
 from models_app.models.model import (
     SERVED_NAME_RE,
     MemoryPolicy,
@@ -16,6 +23,7 @@ from models_app.models.model import (
 from models_app.models.operation import Operation
 
 __all__ = [
+    "COLOUR_SLOTS",
     "SERVED_NAME_RE",
     "ApiKey",
     "AuditEntry",

@@ -7,6 +7,8 @@ services; everything that was observed is written by the host worker through ``t
 from __future__ import annotations
 
 import secrets
+from collections import Counter
+from typing import Any
 
 from django.db import models
 from django.utils import timezone
@@ -19,6 +21,16 @@ from models_app.states import LIVE, ROUTABLE, DesiredState, InstanceState, Limit
 def new_engine_token() -> str:
     """The secret with which our processes, and nobody else, speak to one engine."""
     return secrets.token_urlsafe(32)
+
+
+#: Eight hues in four patterns: as many instances can be told apart in one picture.
+COLOUR_SLOTS = 32
+
+
+def free_colour_slot() -> int:
+    """The colour that the fewest live instances wear, lowest first: two on one GPU look alike only beyond 32."""
+    taken = Counter(Instance.objects.live().values_list("colour_slot", flat=True))
+    return min(range(COLOUR_SLOTS), key=lambda slot: (taken[slot], slot))
 
 
 class InstanceQuerySet(models.QuerySet["Instance"]):
@@ -99,6 +111,9 @@ class Instance(models.Model):
     restart_count = models.PositiveIntegerField(default=0)
     next_restart_at = models.DateTimeField(null=True, blank=True)
     first_cause = models.CharField(max_length=1000, blank=True)
+    colour_slot = models.PositiveSmallIntegerField(
+        null=True, blank=True, editable=False, help_text="Colour and pattern in every picture; fixed for its life."
+    )
     created_by = models.CharField(max_length=150, blank=True)
     created_at = models.DateTimeField(auto_now_add=True)
     ready_at = models.DateTimeField(null=True, blank=True)
@@ -127,6 +142,11 @@ class Instance(models.Model):
 
     def __str__(self) -> str:
         return f"{self.model.served_model_name}#{self.replica_index} ({self.pk})"
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        if self._state.adding and self.colour_slot is None:
+            self.colour_slot = free_colour_slot()
+        super().save(*args, **kwargs)
 
     @property
     def is_live(self) -> bool:
