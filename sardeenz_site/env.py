@@ -1,18 +1,46 @@
-"""Typed readers of environment variables. Nonsense stops the start with a sentence; nothing is cut or guessed."""
+"""Typed readers of environment variables. Nonsense stops the start with a sentence; nothing is cut or guessed.
+
+Every name that was asked for is remembered in ``KNOWN``, so that ``checks.py`` can point at a misspelt variable.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
 
 from django.core.exceptions import ImproperlyConfigured
 
+KNOWN: set[str] = set()
+
 _UNITS = {"": 1, "b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?$", re.IGNORECASE)
+_NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
+
+
+def load_env_file(default: Path) -> None:
+    """Read ``SARDEENZ_ENV_FILE`` (or the default ``.env``); a variable that is set already keeps its value."""
+    from dotenv import dotenv_values
+
+    KNOWN.add("SARDEENZ_ENV_FILE")
+    named = os.environ.get("SARDEENZ_ENV_FILE")
+    file = Path(named).expanduser() if named else default
+    if not file.exists():
+        if named:
+            raise ImproperlyConfigured(f"SARDEENZ_ENV_FILE={named!r}: there is no such file.")
+        return
+    try:
+        values = dotenv_values(file, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ImproperlyConfigured(f"The settings file {file} cannot be read: {exc}.") from exc
+    for name, value in values.items():
+        if value is not None:
+            os.environ.setdefault(name, value)
 
 
 def _raw(name: str) -> str | None:
+    KNOWN.add(name)
     value = os.environ.get(name)
     if value is None:
         return None
@@ -45,25 +73,29 @@ def env_bool(name: str, default: bool) -> bool:
     raise ImproperlyConfigured(f"{name}={value!r} is not a yes or no (use true or false).")
 
 
-def env_float(name: str, default: float, *, minimum: float = 0.0, maximum: float = float("inf")) -> float:
+def env_float(name: str, default: float, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
     value = _raw(name)
     if value is None:
         return default
-    try:
-        number = float(value)
-    except ValueError:
-        raise ImproperlyConfigured(f"{name}={value!r} is not a number.") from None
-    if not minimum <= number <= maximum:  # also refuses nan
-        raise ImproperlyConfigured(f"{name}={value!r} is outside {minimum:g} to {maximum:g}.")
+    number = float(value) if _NUMBER.match(value) else math.nan
+    if not math.isfinite(number):
+        raise ImproperlyConfigured(f"{name}={value!r} is not a number.")
+    if not minimum <= number <= maximum:
+        bounds = f"below {minimum:g}" if maximum == math.inf else f"outside {minimum:g} to {maximum:g}"
+        raise ImproperlyConfigured(f"{name}={value!r} is {bounds}.")
     return number
 
 
-def env_int(name: str, default: int, *, minimum: int = 0, maximum: int = 2**63 - 1) -> int:
+def env_int(name: str, default: int, *, minimum: int = 0, maximum: int = 2**53) -> int:
     """A whole number; ``1.8e+06`` is 1,800,000 (what Helm makes of it), ``1.5`` and ``10abc`` are refused."""
     number = env_float(name, float(default), minimum=float(minimum), maximum=float(maximum))
     if number != int(number):
         raise ImproperlyConfigured(f"{name}={os.environ[name]!r} is not a whole number.")
     return int(number)
+
+
+def env_port(name: str, default: int) -> int:
+    return env_int(name, default, minimum=1, maximum=65535)
 
 
 def env_bytes(name: str, default: int) -> int:
@@ -88,14 +120,17 @@ def env_path(name: str, default: Path) -> Path:
 
 
 def env_secret(name: str) -> str | None:
-    """The value of NAME, or the content of the file that NAME_FILE names."""
-    value = os.environ.get(name)
-    if value:
+    """The value of NAME, or the content of the file that NAME_FILE names, as Docker hands out secrets."""
+    value = _raw(name)
+    if value is not None:
         return value
-    file = os.environ.get(f"{name}_FILE")
-    if not file:
+    file = _raw(f"{name}_FILE")
+    if file is None:
         return None
     try:
-        return Path(file).read_text().strip()
-    except OSError as exc:
-        raise ImproperlyConfigured(f"{name}_FILE={file!r} cannot be read: {exc.strerror}.") from exc
+        content = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ImproperlyConfigured(f"{name}_FILE={file!r} cannot be read: {exc}.") from exc
+    if not content:
+        raise ImproperlyConfigured(f"{name}_FILE={file!r} is an empty file.")
+    return content

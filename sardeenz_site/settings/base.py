@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlparse
 
-from sardeenz_site.env import env_bytes, env_choice, env_float, env_int, env_list, env_path, env_secret, env_str
-
-BASE_DIR = Path(__file__).resolve().parent.parent.parent
-SARDEENZ_HOME = env_path("SARDEENZ_HOME", BASE_DIR / "var")
-SARDEENZ_HOME.mkdir(parents=True, exist_ok=True, mode=0o700)
+from sardeenz_site.engine_choice import choose_engine
+from sardeenz_site.env import (
+    env_bytes,
+    env_choice,
+    env_float,
+    env_int,
+    env_list,
+    env_path,
+    env_secret,
+    env_str,
+)
+from sardeenz_site.settings.database import database_from_url
+from sardeenz_site.settings.paths import BASE_DIR, SARDEENZ_HOME
 
 # --- this machine -------------------------------------------------------------------------------
 SARDEENZ_HOST_NAME = env_str("SARDEENZ_HOST_NAME", socket.gethostname().split(".")[0][:64])
 SARDEENZ_HOST_ADDRESS = env_str("SARDEENZ_HOST_ADDRESS", "127.0.0.1")
-SARDEENZ_ENGINE = env_choice("SARDEENZ_ENGINE", "auto", ("auto", "vllm", "simulated"))
 SARDEENZ_VLLM = env_str("SARDEENZ_VLLM", "vllm")  # command that starts vLLM: a name on PATH or a path
+# What this machine runs, never "auto" here, and why in a sentence.
+SARDEENZ_ENGINE, SARDEENZ_ENGINE_REASON = choose_engine(
+    env_choice("SARDEENZ_ENGINE", "auto", ("auto", "vllm", "simulated")), SARDEENZ_VLLM
+)
 SARDEENZ_RUN_DIR = env_path("SARDEENZ_RUN_DIR", SARDEENZ_HOME / "runs")
 SARDEENZ_MODEL_ROOTS = [Path(p) for p in env_list("SARDEENZ_MODEL_ROOTS", [str(SARDEENZ_HOME / "models")])]
 SARDEENZ_HF_HOME = env_str("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
@@ -42,7 +51,6 @@ RESTART_BACKOFF_MAX_S = env_float("SARDEENZ_RESTART_BACKOFF_MAX_S", 300.0, minim
 
 # --- Django ----------------------------------------------------------------------------------------
 INSTALLED_APPS = [
-    "daphne",
     "django.contrib.admin",
     "django.contrib.auth",
     "django.contrib.contenttypes",
@@ -51,11 +59,14 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "channels",
     "django_htmx",
+    "ninja",
     "gpus_app",
     "models_app",
     "sardeenz_site",
 ]
 MIDDLEWARE = [
+    "sardeenz_site.middleware.request_id",
+    "sardeenz_site.middleware.security_headers",
     "django.middleware.security.SecurityMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
@@ -83,36 +94,11 @@ TEMPLATES = [
 ]
 
 
-def _database(url: str) -> dict[str, Any]:
-    parts = urlparse(url)
-    if parts.scheme == "sqlite":
-        return {
-            "ENGINE": "django.db.backends.sqlite3",
-            "NAME": unquote(parts.path) or ":memory:",
-            "OPTIONS": {
-                "transaction_mode": "IMMEDIATE",
-                "timeout": 20,
-                "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
-            },
-        }
-    if parts.scheme in ("postgres", "postgresql"):
-        query = dict(pair.split("=", 1) for pair in parts.query.split("&") if "=" in pair)
-        return {
-            "ENGINE": "django.db.backends.postgresql",
-            "NAME": unquote(parts.path.lstrip("/")),
-            "USER": unquote(parts.username or ""),
-            "PASSWORD": unquote(parts.password or ""),
-            "HOST": unquote(query.pop("host", "") or parts.hostname or ""),
-            "PORT": str(parts.port or ""),
-            "OPTIONS": {"connect_timeout": 5, **query},
-        }
-    from django.core.exceptions import ImproperlyConfigured
-
-    raise ImproperlyConfigured(f"DATABASE_URL: scheme {parts.scheme!r} is neither sqlite nor postgresql.")
-
-
-DATABASES = {"default": _database(env_secret("DATABASE_URL") or f"sqlite:///{SARDEENZ_HOME / 'sardeenz.sqlite3'}")}
-DATABASES["default"]["CONN_MAX_AGE"] = 0
+DATABASES = {
+    "default": database_from_url(
+        env_secret("DATABASE_URL") or f"sqlite:///{SARDEENZ_HOME / 'sardeenz.sqlite3'}", base=BASE_DIR
+    )
+}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 LANGUAGE_CODE = "en"

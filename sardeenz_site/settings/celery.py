@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from sardeenz_site.env import env_secret
+from sardeenz_site.redis_url import celery_broker_url, redis_url
+from sardeenz_site.settings.paths import SARDEENZ_HOME
 
-REDIS_URL = env_secret("REDIS_URL") or "redis://127.0.0.1:6379/0"
+REDIS_URL = redis_url(env_secret("REDIS_URL"), SARDEENZ_HOME)
 
-CELERY_BROKER_URL = REDIS_URL
+CELERY_BROKER_URL = celery_broker_url(REDIS_URL)
 CELERY_TASK_SERIALIZER = "json"
 CELERY_ACCEPT_CONTENT = ["json"]
 CELERY_TASK_IGNORE_RESULT = True
