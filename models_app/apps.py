@@ -9,6 +9,7 @@ class ModelsAppConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from models_app import permissions
+        from models_app import permissions, route_table
 
         permissions.connect(self)
+        route_table.connect()

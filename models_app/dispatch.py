@@ -12,6 +12,7 @@ from celery import current_app
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
+from models_app import broker
 from models_app.errors import BrokerAway
 
 CONTROL_QUEUE = "control"
@@ -19,6 +20,9 @@ CONTROL_QUEUE = "control"
 # control queue
 PLACE = "models_app.place"
 RECONCILE_CONTROL = "models_app.reconcile_control"
+PUBLISH_ROUTES = "models_app.publish_routes"
+DEMAND = "models_app.demand"
+OPERATION_STEP = "models_app.operation_step"
 # queue of the instance's host
 START = "models_app.start"
 PROBE = "models_app.probe"
@@ -29,7 +33,21 @@ SLEEP = "models_app.sleep"
 WAKE = "models_app.wake"
 RECONCILE_HOST = "models_app.reconcile_host"
 
-TASK_NAMES = (PLACE, RECONCILE_CONTROL, START, PROBE, STOP, LIMIT, TRIM, SLEEP, WAKE, RECONCILE_HOST)
+TASK_NAMES = (
+    PLACE,
+    RECONCILE_CONTROL,
+    PUBLISH_ROUTES,
+    DEMAND,
+    OPERATION_STEP,
+    START,
+    PROBE,
+    STOP,
+    LIMIT,
+    TRIM,
+    SLEEP,
+    WAKE,
+    RECONCILE_HOST,
+)
 
 
 def host_queue(host_name: str) -> str:
@@ -41,9 +59,7 @@ def send(name: str, *args: Any, queue: str, countdown: float | None = None, expi
     try:
         current_app.send_task(name, args=args, queue=queue, countdown=countdown, expires=expires)
     except (OperationalError, OSError, TimeoutError) as exc:
-        raise BrokerAway(
-            "The message broker (Redis/Valkey) does not answer; nothing was started. Try again when it is back."
-        ) from exc
+        raise BrokerAway(broker.AWAY) from exc
 
 
 def send_on_commit(name: str, *args: Any, queue: str, countdown: float | None = None) -> None:

@@ -7,6 +7,7 @@ fragment again, so a lost message costs seconds and a message can never show wha
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal, TypedDict
 
 from asgiref.sync import async_to_sync
@@ -34,6 +35,9 @@ class ModelsChanged(TypedDict):
 
 Payload = InstanceChanged | OperationChanged | ModelsChanged
 
+#: Called after a commit that changes what the router must know. ``route_table`` puts itself in here when Django starts.
+routes_listeners: list[Callable[[], None]] = []
+
 
 def _send(payload: Payload) -> None:
     layer = get_channel_layer()
@@ -49,8 +53,20 @@ def publish_on_commit(payload: Payload) -> None:
     transaction.on_commit(lambda: _send(payload))
 
 
-def publish_instance_on_commit(instance_id: int) -> None:
-    """Tell pages and the route table that an instance changed."""
+def routes_changed_on_commit() -> None:
+    """Have the route table written again. Runs before pages are told: the route leaves first."""
+
+    def go() -> None:
+        for listener in routes_listeners:
+            listener()
+
+    transaction.on_commit(go)
+
+
+def publish_instance_on_commit(instance_id: int, *, routes: bool = False) -> None:
+    """Tell pages that an instance changed; with ``routes`` (a change of state) the route table as well."""
+    if routes:
+        routes_changed_on_commit()
     publish_on_commit({"type": "instance.changed", "instance_id": instance_id})
 
 
@@ -60,4 +76,5 @@ def publish_operation_on_commit(operation_id: int) -> None:
 
 def publish_models_on_commit() -> None:
     """Tell pages and the route table that a model, alias, key or policy changed."""
+    routes_changed_on_commit()
     publish_on_commit({"type": "models.changed"})

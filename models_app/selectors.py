@@ -2,21 +2,208 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from models_app.models import Instance, InstanceQuerySet, LaunchAttempt
+import redis
+from django.conf import settings
+from django.db.models import Q
+from django.utils import timezone
+
+from models_app import broker
+from models_app.models import ApiKey, Instance, InstanceQuerySet, LaunchAttempt, Model
+from models_app.states import LIVE, DesiredState, InstanceState
+
+log = logging.getLogger(__name__)
+
+#: vLLM's block, in tokens; kvcached keeps one block of the pool for itself.
+BLOCK_TOKENS = 16
+_LOG_LINES_MAX = 20_000
+_TAIL_STEP = 256 * 1024
 
 
 def instances_for_dashboard() -> InstanceQuerySet:
-    """Live and failed instances with model, host and attempt: one query."""
-    raise NotImplementedError
+    """Every instance with its model, host and newest attempt: one query. Narrow it with ``.live()`` and the like."""
+    return Instance.objects.select_related("model", "host", "attempt")
+
+
+def live_by_gpu() -> dict[str, list[Instance]]:
+    """Live instances by GPU UUID; one with several GPUs stands under each. One query."""
+    found: dict[str, list[Instance]] = defaultdict(list)
+    for instance in instances_for_dashboard().live():
+        for uuid in instance.gpu_uuids:
+            found[uuid].append(instance)
+    return found
+
+
+# --- routes ----------------------------------------------------------------------------------------
+
+
+def token_limit(instance: Instance) -> int | None:
+    """The longest request, prompt and answer together, that the KV limit in force can hold; None when not known."""
+    limit, bundle = instance.effective_limit_bytes, instance.bundle_bytes
+    per_token = (instance.model.facts or {}).get("kv_bytes_per_token_per_gpu")
+    if not limit or not bundle or not per_token:
+        return None
+    blocks_per_bundle = bundle // (BLOCK_TOKENS * int(per_token))
+    return max((limit // bundle * blocks_per_bundle - 1) * BLOCK_TOKENS, 0) or None
+
+
+def model_status(instances: Iterable[Instance]) -> tuple[str, str]:
+    """One word for a model over its replicas, with the reason: the best of them counts."""
+    rank = {
+        InstanceState.READY: (0, "ready"),
+        InstanceState.STARTING: (1, "starting"),
+        InstanceState.SCHEDULED: (2, "starting"),
+        InstanceState.PENDING: (3, "starting"),
+        InstanceState.SLEEPING: (4, "sleeping"),
+        InstanceState.DRAINING: (5, "draining"),
+        InstanceState.STOPPING: (6, "draining"),
+        InstanceState.UNREACHABLE: (7, "failed"),
+        InstanceState.FAILED: (8, "failed"),
+        InstanceState.STOPPED: (9, "stopped"),
+    }
+    best = min(instances, key=lambda row: rank[InstanceState(row.state)][0], default=None)
+    if best is None:
+        return "stopped", "It was never launched."
+    return rank[InstanceState(best.state)][1], best.reason
+
+
+def _route(model: Model, instances: list[Instance]) -> dict[str, Any]:
+    ready = [row for row in instances if row.is_routable and row.port and row.host]
+    status, reason = model_status(instances)
+    if status == "ready" and not ready:
+        status = "starting"
+    facts = model.facts or {}
+    context = model.max_model_len or facts.get("max_position_embeddings")
+    limits = [limit for limit in map(token_limit, ready) if limit is not None]
+    longest = min(limits, default=None)
+    return {
+        "name": model.served_model_name,
+        "aliases": [alias.name for alias in model.aliases.all()],
+        "created": int(model.created_at.timestamp()),
+        "status": status,
+        "on_demand": model.on_demand,
+        "max_model_len": context,
+        "token_limit": longest if context is None or longest is None else min(longest, context),
+        "defaults": model.request_defaults,
+        "fallback": model.fallback.served_model_name if model.fallback else None,
+        "max_concurrency": model.max_concurrency,
+        "reason": reason,
+        "instances": [{"id": row.pk, "url": row.base_url, "token": row.engine_token, "weight": 1} for row in ready],
+    }
 
 
 def routes_snapshot() -> dict[str, Any]:
-    """What the router needs: names, ready instances with their tokens, keys by digest."""
-    raise NotImplementedError
+    """What the router needs: names, ready instances with their tokens, keys by digest. Five queries.
+
+    ``version`` is the caller's to set: see ``route_table``.
+    """
+    by_model: dict[int, list[Instance]] = defaultdict(list)
+    wanted = Q(state__in=LIVE) | Q(state=InstanceState.FAILED) | Q(state=InstanceState.STOPPED)
+    for row in Instance.objects.filter(wanted).select_related("host", "model"):
+        by_model[row.model_id].append(row)
+    models = Model.objects.select_related("fallback").prefetch_related("aliases")
+    now = timezone.now()
+    keys = (
+        ApiKey.objects.filter(revoked_at=None)
+        .filter(Q(expires_at=None) | Q(expires_at__gt=now))
+        .prefetch_related("allowed_models")
+    )
+    return {
+        "version": 0,
+        "at": time.time(),
+        "models": [_route(model, by_model[model.pk]) for model in models],
+        "keys": [
+            {
+                "id": key.pk,
+                "name": key.name,
+                "digest": key.digest,
+                "role": key.role,
+                "models": [model.served_model_name for model in key.allowed_models.all()] or None,
+                "expires_at": key.expires_at.timestamp() if key.expires_at else None,
+                "rpm": key.requests_per_minute,
+                "tpm": key.tokens_per_minute,
+                "max_concurrency": key.max_concurrency,
+            }
+            for key in keys
+        ],
+    }
+
+
+# --- logs ------------------------------------------------------------------------------------------
+
+
+def log_key(attempt_id: int) -> str:
+    """Where a host worker leaves the end of a log for web processes on other hosts."""
+    return f"sardeenz:log:{attempt_id}"
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file, read from its end; empty when it is not there."""
+    wanted, data = max(lines, 0), b""
+    try:
+        with path.open("rb") as file:
+            position = file.seek(0, 2)
+            while position > 0 and data.count(b"\n") <= wanted:
+                step = min(_TAIL_STEP, position)
+                position -= step
+                file.seek(position)
+                data = file.read(step) + data
+    except OSError:
+        return []
+    return data.decode(errors="replace").splitlines()[-wanted:] if wanted else []
+
+
+def run_dir_log(run_dir: Path, lines: int) -> list[str]:
+    """The end of an attempt's log, over its rotation."""
+    lines = min(lines, _LOG_LINES_MAX)
+    newest = tail(run_dir / "engine.log", lines)
+    if len(newest) >= lines:
+        return newest
+    return tail(run_dir / "engine.log.1", lines - len(newest)) + newest
 
 
 def instance_log(instance: Instance, lines: int = 500, attempt: LaunchAttempt | None = None) -> list[str]:
-    """The last ``lines`` lines of an attempt's log (default: the newest attempt), also after its end."""
-    raise NotImplementedError
+    """The last ``lines`` lines of an attempt's log (default: the newest attempt), also after its end.
+
+    On the instance's own host from the file; elsewhere what the host worker last left in Redis; then the tail that
+    was stored when the attempt ended.
+    """
+    attempt = attempt or instance.attempt or instance.attempts.first()
+    if attempt is None:
+        return []
+    run_dir = Path(attempt.run_dir)
+    if attempt.host.name == settings.SARDEENZ_HOST_NAME and run_dir.is_dir():
+        return run_dir_log(run_dir, lines)
+    if not attempt.ended_at and (connection := broker.client()) is not None:
+        try:
+            stored = connection.get(log_key(attempt.pk))
+        except (redis.RedisError, OSError) as exc:
+            log.warning("log of attempt %s not read: %s", attempt.pk, exc)
+        else:
+            if isinstance(stored, bytes):
+                return stored.decode(errors="replace").splitlines()[-lines:]
+    return attempt.log_tail.splitlines()[-lines:]
+
+
+# --- wanted replicas -------------------------------------------------------------------------------
+
+
+def replicas_of(model: Model) -> dict[int, Instance]:
+    """The newest row of each replica, successors of a move or edit left out; a live row is always the newest."""
+    found: dict[int, Instance] = {}
+    for row in model.instances.filter(replaces=None).order_by("pk"):
+        held = found.get(row.replica_index)
+        if held is None or row.is_live or not held.is_live:
+            found[row.replica_index] = row
+    return found
+
+
+def is_kept_down(instance: Instance) -> bool:
+    """Whether an operator or policy wants this replica not to run."""
+    return instance.desired_state != DesiredState.RUNNING

@@ -1,1 +1,98 @@
+"""The consumer side of ``dispatch``: ids in, one service called. Short, bounded in time, safe to run twice."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
+
+from celery import shared_task
+from django.conf import settings
+
+from models_app import broker, dispatch, route_table, worker
+from models_app.services import demand, kvcache, launch, operations, reconcile, sleep, stop
+from models_app.services.probe import PROBE_EVERY_S, instance_probe
+from models_app.services.start import instance_start
+
+worker.connect()
+
+#: Seconds. Far under the broker's visibility timeout (600 s), so that no task is delivered again while it runs.
+QUICK = {"soft_time_limit": 25, "time_limit": 30}
+#: A stop waits for processes in slices of a few seconds; a limit waits for the engine up to CONTROL_CALL_LIMIT_S.
+SLOW = {"soft_time_limit": 55, "time_limit": 60}
+
+
+def _look(name: str, look: Callable[[int], bool], instance_id: int, chain: str, every_s: float) -> None:
+    """Look once, and again later while the look says so; only the one chain that holds the lease goes on."""
+    token = broker.chain_hold(name, instance_id, chain)
+    if chain and token is None:
+        return
+    again = look(instance_id)
+    if token and again:
+        queue = dispatch.host_queue(settings.SARDEENZ_HOST_NAME)
+        dispatch.send(name, instance_id, token, queue=queue, countdown=every_s)
+    elif token:
+        broker.chain_drop(name, instance_id)
+
+
+@shared_task(name=dispatch.PLACE, **QUICK)
+def place(instance_id: int) -> None:
+    launch.instance_place(instance_id)
+
+
+@shared_task(name=dispatch.START, **QUICK)
+def start(instance_id: int) -> None:
+    instance_start(instance_id)
+
+
+@shared_task(name=dispatch.PROBE, **QUICK)
+def probe(instance_id: int, chain: str = "") -> None:
+    _look(dispatch.PROBE, instance_probe, instance_id, chain, PROBE_EVERY_S)
+
+
+@shared_task(name=dispatch.STOP, **SLOW)
+def stop_step(instance_id: int, chain: str = "") -> None:
+    _look(dispatch.STOP, stop.instance_stop_step, instance_id, chain, stop.STEP_EVERY_S)
+
+
+@shared_task(name=dispatch.LIMIT, **SLOW)
+def limit(instance_id: int, chain: str = "") -> None:
+    _look(dispatch.LIMIT, kvcache.limit_apply, instance_id, chain, kvcache.CHECK_EVERY_S)
+
+
+@shared_task(name=dispatch.TRIM, **SLOW)
+def trim(instance_id: int, request_id: str = "", actor: str = "system") -> None:
+    kvcache.trim_apply(instance_id, request_id, actor)
+
+
+@shared_task(name=dispatch.SLEEP, **SLOW)
+def sleep_task(instance_id: int) -> None:
+    sleep.sleep_apply(instance_id)
+
+
+@shared_task(name=dispatch.WAKE, **SLOW)
+def wake(instance_id: int) -> None:
+    sleep.wake_apply(instance_id)
+
+
+@shared_task(name=dispatch.RECONCILE_HOST, **SLOW)
+def reconcile_host(host_name: str) -> None:
+    reconcile.reconcile_host(host_name)
+
+
+@shared_task(name=dispatch.RECONCILE_CONTROL, **QUICK)
+def reconcile_control() -> None:
+    reconcile.reconcile_control()
+
+
+@shared_task(name=dispatch.PUBLISH_ROUTES, **QUICK)
+def publish_routes() -> None:
+    route_table.publish()
+
+
+@shared_task(name=dispatch.DEMAND, **QUICK)
+def demand_task(served_model_name: str) -> None:
+    demand.model_demand(served_model_name)
+
+
+@shared_task(name=dispatch.OPERATION_STEP, **SLOW)
+def operation_step(operation_id: int) -> None:
+    operations.operation_step(operation_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from django.db import transaction
@@ -55,18 +56,25 @@ def move(
             actor=actor[:150],
             facts=event_facts or {},
         )
-        publish_instance_on_commit(instance_id)
+        publish_instance_on_commit(instance_id, routes=True)
     return True
 
 
-def report(instance_id: int, *, expected: InstanceState | None = None, **fields: Any) -> bool:
-    """Write what was observed (stage, limit in force, health …) and tell the pages; never ``state``.
+def report(
+    instance_id: int,
+    *,
+    expected: InstanceState | None = None,
+    matching: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> bool:
+    """Write what was wanted or observed (stage, limit, health …) and tell the pages; never ``state``.
 
-    With ``expected`` the write happens only while the instance is in that state.
+    With ``expected`` the write happens only while the instance is in that state; with ``matching`` only while these
+    columns hold these values (an answer to an older revision of a limit must not cover a newer one).
     """
     if "state" in fields or "state_version" in fields:
         raise ValueError("state is written by move() alone")
-    rows = Instance.objects.filter(pk=instance_id)
+    rows = Instance.objects.filter(pk=instance_id, **(matching or {}))
     if expected is not None:
         rows = rows.filter(state=expected)
     with transaction.atomic():

@@ -1,12 +1,47 @@
-"""KV limits: say what is wanted (bytes + rising revision), let the host worker tell the engine, store its answer."""
+"""KV limits, the wanted side: say what is wanted (bytes + rising revision) and wait for what the engine said of it.
+
+The other side, which speaks to the engine on its own host, is ``limit_apply``.
+"""
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from models_app.models import Instance
+from django.db import transaction
+from django.db.models import F
+from django.utils import timezone
+
+from gpus_app.models import Gpu
+from gpus_app.policies.base import gib
+from models_app import broker, dispatch, transitions
+from models_app.errors import BelowFloor, Conflict, InvalidInput
+from models_app.models import Instance, MemoryPolicy
+from models_app.services.audit import audited
+from models_app.services.sizes import check_percent, parse_percent, parse_size
+from models_app.states import LIMIT_NOW, TERMINAL, InstanceState, LimitStatus
+
+__all__ = [
+    "LimitAnswer",
+    "SafetyFloor",
+    "kvcache_limit_percent_set",
+    "kvcache_limit_set",
+    "kvcache_safety_floor",
+    "kvcache_trim",
+    "parse_percent",
+    "parse_size",
+]
+
+_POLL_S = 0.05
+_LATER = {
+    InstanceState.PENDING: "as soon as it has started",
+    InstanceState.SCHEDULED: "as soon as it has started",
+    InstanceState.STARTING: "as soon as it is ready",
+    InstanceState.SLEEPING: "as soon as it is awake",
+}
 
 
 @dataclass(frozen=True)
@@ -49,16 +84,6 @@ class SafetyFloor:
     source: str  # "engine", or "estimate" from the model's architecture
 
 
-def parse_size(size: str | int | float) -> int:
-    """Bytes of ``3G``, ``512MiB``, ``1.5 GiB``, ``1073741824``; units are powers of 1024. Raises InvalidInput."""
-    raise NotImplementedError
-
-
-def parse_percent(size: str | int | float) -> float | None:
-    """``"40%"`` → 40.0; None when the text has no percent sign. Raises InvalidInput outside (0, 100]."""
-    raise NotImplementedError
-
-
 def kvcache_limit_set(
     instance: Instance,
     *,
@@ -71,9 +96,12 @@ def kvcache_limit_set(
     """Set the KV limit (bytes, ``3G``, ``40%`` of the own GPU) and wait up to ``wait_s`` for the engine's answer.
 
     While the instance starts or sleeps, the limit is kept (status pending) and applied as soon as it can be.
-    Raises InvalidInput, BelowFloor (without ``force``), Conflict (no longer live), BrokerAway before anything is written.
+    Raises InvalidInput, BelowFloor (without ``force``), Conflict (no longer live), BrokerAway before anything is
+    written.
     """
-    raise NotImplementedError
+    percent = parse_percent(size)
+    wanted = parse_size(size) if percent is None else _percent_bytes(instance, percent)
+    return _limit_set(instance, wanted, str(size), actor=actor, force=force, reclaim=reclaim, wait_s=wait_s)
 
 
 def kvcache_limit_percent_set(
@@ -86,24 +114,172 @@ def kvcache_limit_percent_set(
     wait_s: float = 12.0,
 ) -> LimitAnswer:
     """The same, in percent of the total memory of its own GPU (of the smallest, when it has several)."""
-    raise NotImplementedError
+    wanted = _percent_bytes(instance, check_percent(percent))
+    return _limit_set(instance, wanted, f"{percent:g}%", actor=actor, force=force, reclaim=reclaim, wait_s=wait_s)
 
 
 def kvcache_trim(instance: Instance, *, actor: str, wait_s: float = 12.0) -> LimitAnswer:
-    """Give idle KV memory back without changing the limit; ``freed_bytes`` is measured."""
-    raise NotImplementedError
+    """Give idle KV memory back without changing the limit; ``freed_bytes`` is measured.
+
+    Raises Conflict when the engine cannot be asked now, BrokerAway.
+    """
+    request_id = secrets.token_hex(8)
+    with audited(actor, "limit.trim", str(instance)):
+        row = Instance.objects.select_related("host").get(pk=instance.pk)
+        if InstanceState(row.state) not in LIMIT_NOW or row.host is None:
+            raise Conflict(f"It is {row.state}: there is no running engine that could be asked to trim.")
+        dispatch.send(dispatch.TRIM, row.pk, request_id, actor, queue=row.host.queue, expires=max(wait_s, 5.0))
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        row.refresh_from_db()
+        answer = row.limit_answer.get("trim", {})
+        if answer.get("request_id") == request_id:
+            return _answer(row, answer)
+        time.sleep(_POLL_S)
+    message = "The engine has not answered yet. Look again in a moment."
+    return _answer(row, {"status": LimitStatus.PENDING, "message": message})
 
 
 def kvcache_safety_floor(instance: Instance) -> SafetyFloor:
     """Floors as the engine told them, or an estimate from the architecture while it has not."""
+    if instance.safety_floor_bytes is not None:
+        return SafetyFloor(
+            instance.safety_floor_bytes,
+            instance.hard_minimum_bytes,
+            instance.full_context_floor_bytes,
+            instance.bundle_bytes,
+            instance.capacity_bytes,
+            "engine",
+        )
+    return _estimate(instance)
+
+
+def _estimate(instance: Instance) -> SafetyFloor:
     raise NotImplementedError
 
 
-def limit_apply(instance_id: int, chain: str = "") -> bool:
-    """Tell the engine the wanted limit and store its answer. True: still shrinking, look again. Host worker."""
-    raise NotImplementedError
+def _percent_bytes(instance: Instance, percent: float) -> int:
+    totals = list(Gpu.objects.filter(uuid__in=instance.gpu_uuids).values_list("total_bytes", flat=True))
+    if not totals:
+        raise InvalidInput({"size": "A percentage needs a GPU, and this instance has none yet. Give a size."})
+    return int(min(totals) * percent / 100)
 
 
-def trim_apply(instance_id: int, request_id: str = "", actor: str = "system") -> None:
-    """Have the engine trim and store its answer under ``request_id``. Host worker."""
-    raise NotImplementedError
+def _check(row: Instance, wanted: int, force: bool) -> None:
+    """Raise when the engine would refuse: the operator hears it at once, with the numbers."""
+    if InstanceState(row.state) in TERMINAL | {InstanceState.STOPPING}:
+        raise Conflict(f"It is {row.state}: a limit can be set while it runs, starts or sleeps.")
+    if not row.model.kvcached or row.provider == "none":
+        raise Conflict("It runs without kvcached: its KV memory is a fixed reservation that cannot be changed.")
+    floor = kvcache_safety_floor(row)
+    if floor.hard_minimum_bytes is not None and wanted < floor.hard_minimum_bytes:
+        raise InvalidInput(
+            {"size": f"{gib(wanted)} is below the hard minimum of {gib(floor.hard_minimum_bytes)} (two bundles)."}
+        )
+    if floor.safety_floor_bytes is not None and wanted < floor.safety_floor_bytes and not force:
+        raise BelowFloor(
+            f"{gib(wanted)} is below the safety floor of {gib(floor.safety_floor_bytes)}: requests could wait for ever. "
+            "Use force if you mean it.",
+            requested_bytes=wanted,
+            safety_floor_bytes=floor.safety_floor_bytes,
+            hard_minimum_bytes=floor.hard_minimum_bytes,
+        )
+
+
+def _limit_set(
+    instance: Instance, wanted: int, asked: str, *, actor: str, force: bool, reclaim: str | None, wait_s: float
+) -> LimitAnswer:
+    if reclaim is not None and reclaim not in MemoryPolicy.Reclaim.values:
+        raise InvalidInput({"reclaim": f"{reclaim!r} is no way to reclaim; use wait, preempt or abort."})
+    force = force is True
+    with audited(actor, "limit.set", str(instance), detail=f"{asked}{' with force' if force else ''}"):
+        broker.require()
+        with transaction.atomic():
+            row = (
+                Instance.objects.select_for_update(of=("self",))
+                .select_related("model__memory_policy", "host")
+                .get(pk=instance.pk)
+            )
+            _check(row, wanted, force)
+            policy = getattr(row.model, "memory_policy", None)
+            revision = _write(row, wanted, actor, force, reclaim or (policy.reclaim if policy else "wait"))
+    later = _LATER.get(InstanceState(row.state))
+    if later is not None:
+        row.refresh_from_db()
+        return _answer(row, {"status": LimitStatus.PENDING, "requested_bytes": wanted})
+    return _wait(row, revision, wanted, wait_s)
+
+
+def _write(row: Instance, wanted: int, actor: str, force: bool, reclaim: str) -> int:
+    """Write the wish; returns its revision."""
+    later = _LATER.get(InstanceState(row.state))
+    bound = wanted if row.capacity_bytes is None else min(wanted, row.capacity_bytes)
+    message = f"It is {row.state}: the limit is kept and applied {later}." if later else "Asked; no answer yet."
+    transitions.report(
+        row.pk,
+        limit_bytes=bound,
+        limit_revision=F("limit_revision") + 1,
+        limit_set_by=actor[:150],
+        limit_set_at=timezone.now(),
+        limit_reclaim=reclaim,
+        limit_force=force,
+        limit_status=LimitStatus.PENDING,
+        limit_message=message,
+    )
+    transitions.note(
+        row.pk,
+        "limit",
+        f"KV limit {gib(bound)} asked (was {gib(row.limit_bytes) if row.limit_bytes else 'none'}).",
+        actor=actor,
+        facts={"wanted_bytes": wanted, "limit_bytes": bound, "force": force, "reclaim": reclaim},
+    )
+    if later is None and row.host is not None:
+        dispatch.send_on_commit(dispatch.LIMIT, row.pk, queue=row.host.queue)
+    return row.limit_revision + 1
+
+
+def _wait(row: Instance, revision: int, wanted: int, wait_s: float) -> LimitAnswer:
+    deadline = time.monotonic() + wait_s
+    while True:
+        row.refresh_from_db()
+        if row.limit_acked_revision >= revision:
+            break
+        if row.limit_revision > revision:
+            message = f"{row.limit_set_by} set another limit in the meantime; that one counts."
+            return _answer(row, {"status": LimitStatus.CONFLICT, "message": message, "requested_bytes": wanted})
+        if time.monotonic() >= deadline:
+            message = "The engine has not answered yet; the limit is sent again until it does."
+            return _answer(row, {"status": LimitStatus.PENDING, "message": message, "requested_bytes": wanted})
+        time.sleep(_POLL_S)
+    wire = row.limit_answer.get("limit", {})
+    answer = _answer(row, wire | {"requested_bytes": wanted})
+    return answer
+
+
+def _answer(row: Instance, wire: dict[str, Any]) -> LimitAnswer:
+    """The row's columns, with the engine's own words over them."""
+    clamped = bool(wire.get("clamped")) or wire.get("requested_bytes", 0) > (row.limit_bytes or 2**63)
+    return LimitAnswer(
+        instance_id=row.pk,
+        status=str(wire.get("status") or row.limit_status),
+        message=str(wire.get("message") or row.limit_message),
+        revision=row.limit_revision,
+        requested_bytes=wire.get("requested_bytes", row.limit_bytes),
+        limit_bytes=row.limit_bytes,
+        effective_limit_bytes=row.effective_limit_bytes,
+        used_bytes=wire.get("used_bytes"),
+        prealloc_bytes=wire.get("prealloc_bytes"),
+        freed_bytes=wire.get("freed_bytes"),
+        overage_bytes=wire.get("overage_bytes"),
+        capacity_bytes=row.capacity_bytes,
+        bundle_bytes=row.bundle_bytes,
+        hard_minimum_bytes=row.hard_minimum_bytes,
+        safety_floor_bytes=row.safety_floor_bytes,
+        full_context_floor_bytes=row.full_context_floor_bytes,
+        clamped=clamped,
+        warnings=list(wire.get("warnings") or []),
+        preempted=wire.get("preempted"),
+        set_by=row.limit_set_by,
+        set_at=row.limit_set_at,
+        wire=wire,
+    )

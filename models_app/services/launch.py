@@ -35,7 +35,7 @@ def instance_start(instance_id: int) -> bool:
     raise NotImplementedError
 
 
-def instance_probe(instance_id: int, chain: str = "") -> bool:
+def instance_probe(instance_id: int) -> bool:
     """Look once at a starting or running engine: stage, readiness, end. True: look again soon. Host worker."""
     raise NotImplementedError
 

@@ -18,6 +18,6 @@ def stop_all(*, actor: str, force: bool = False) -> list[Instance]:
     raise NotImplementedError
 
 
-def instance_stop_step(instance_id: int, chain: str = "") -> bool:
+def instance_stop_step(instance_id: int) -> bool:
     """One look at a draining or stopping instance. True: look again soon. Host worker."""
     raise NotImplementedError

@@ -1,0 +1,74 @@
+"""Whether and when an ended instance is started again: decided from what is known, without clock or database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models_app.models import Model
+from models_app.states import DesiredState
+
+#: Causes that a second start meets again: the answer is another setting, not another try.
+HOPELESS = frozenset(
+    {
+        "gpu_oom",
+        "out_of_memory",
+        "kv_too_small",
+        "kv_memory",
+        "bad_flag",
+        "bad_value",
+        "unknown_argument",
+        "unsupported_architecture",
+        "context_too_long",
+        "not_found",
+        "no_config",
+        "no_weights",
+        "gated",
+        "tp_does_not_divide",
+        "kvcached_mismatch",
+        "trust_remote_code",
+        "quantization_mismatch",
+        "dtype",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``delay_s`` None: not started again. ``sentence`` says what will happen, or why nothing will."""
+
+    delay_s: float | None
+    sentence: str
+
+
+def decide(
+    *,
+    policy: str,
+    desired: str,
+    asked_to_stop: bool,
+    clean_exit: bool,
+    was_ready: bool,
+    cause_code: str,
+    restarts: int,
+    limit: int,
+    backoff_s: float,
+    backoff_max_s: float,
+    jitter: float,
+    host_in_maintenance: bool = False,
+) -> Decision:
+    """``restarts`` counts starts since the last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
+
+    An engine that ended by itself with exit code 0 has failed all the same (a dead EngineCore makes vLLM exit with 0),
+    so *on failure* covers it.
+    """
+    if desired != DesiredState.RUNNING or (asked_to_stop and clean_exit):
+        return Decision(None, "")
+    if policy == Model.RestartPolicy.NEVER:
+        return Decision(None, "Its restart policy is never: start it again by hand.")
+    if host_in_maintenance:
+        return Decision(None, "Its host is in maintenance: nothing is restarted there.")
+    if not was_ready and cause_code in HOPELESS:
+        return Decision(None, "It is not tried again by itself: the same settings would fail the same way.")
+    if restarts >= limit:
+        return Decision(None, f"It failed {restarts + 1} times in a row and is not tried again by itself (crash loop).")
+    delay = min(backoff_s * 2**restarts, backoff_max_s) * (1 + 0.25 * jitter)
+    return Decision(delay, f"Restart {restarts + 1} of {limit} in {delay:.0f} s.")
