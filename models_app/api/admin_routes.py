@@ -1,0 +1,64 @@
+"""Keys, audit and operations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from django.http import HttpRequest
+from ninja import Path, Query, Router
+
+from gpus_app.api import ERRORS
+from models_app.api.auth import caller_of, viewer
+from models_app.api.schemas import MAX_ID, AuditOut, KeyIn, KeyOut, NewKeyOut, OperationOut
+from models_app.errors import NotFound
+from models_app.models import ApiKey, AuditEntry, Operation
+from models_app.services.keys import api_key_create, api_key_revoke
+
+router = Router()
+
+
+@router.get("/keys", response={200: list[KeyOut], **ERRORS})
+def list_keys(request: HttpRequest) -> Any:
+    return ApiKey.objects.prefetch_related("allowed_models")
+
+
+@router.post("/keys", response={201: NewKeyOut, **ERRORS})
+def create_key(request: HttpRequest, payload: KeyIn) -> Any:
+    """The key is in this answer and nowhere else."""
+    row, key = api_key_create(actor=caller_of(request).actor, **payload.dict())
+    return 201, KeyOut.from_orm(row).model_dump() | {"key": key}
+
+
+@router.delete("/keys/{name}", response={204: None, **ERRORS})
+def revoke_key(request: HttpRequest, name: Annotated[str, Path(max_length=64)]) -> Any:
+    row = ApiKey.objects.filter(name=name).first() if "\x00" not in name else None
+    if row is None:
+        raise NotFound(f"There is no key named {name!r}.")
+    api_key_revoke(row, actor=caller_of(request).actor)
+    return 204, None
+
+
+@router.get("/audit", response={200: list[AuditOut], **ERRORS})
+def list_audit(
+    request: HttpRequest,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> Any:
+    return AuditEntry.objects.all()[offset : offset + limit]
+
+
+@router.get("/operations", auth=viewer, response={200: list[OperationOut], **ERRORS})
+def list_operations(
+    request: HttpRequest,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> Any:
+    return Operation.objects.select_related("model")[offset : offset + limit]
+
+
+@router.get("/operations/{operation_id}", auth=viewer, response={200: OperationOut, **ERRORS})
+def get_operation(request: HttpRequest, operation_id: Annotated[int, Path(ge=1, le=MAX_ID)]) -> Any:
+    row = Operation.objects.select_related("model").filter(pk=operation_id).first()
+    if row is None:
+        raise NotFound(f"There is no operation {operation_id}.")
+    return row

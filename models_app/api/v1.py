@@ -1,0 +1,31 @@
+"""/api/v1: every operation of the dashboard, for scripts."""
+
+from __future__ import annotations
+
+from ninja import NinjaAPI
+from ninja.openapi.docs import Swagger
+
+from gpus_app.api import read_router as gpu_reads
+from gpus_app.api import write_router as gpu_writes
+from models_app.api import errors
+from models_app.api.admin_routes import router as admin_routes
+from models_app.api.auth import admin, operator, viewer
+from models_app.api.instances import router as instances
+from models_app.api.models import router as models
+
+api = NinjaAPI(
+    title="Sardeenz",
+    version="1.0.0",
+    urls_namespace="api-v1",
+    description=(
+        "Launch, watch and control vLLM instances that share GPUs. Send a key as `Authorization: Bearer <key>`. "
+        "Roles rise from viewer over operator to admin. KV bytes are per GPU."
+    ),
+    docs=Swagger(settings={"persistAuthorization": True}),
+)
+errors.install(api)
+api.add_router("/models", models, auth=viewer, tags=["models"])
+api.add_router("/instances", instances, auth=viewer, tags=["instances"])
+api.add_router("", gpu_reads, auth=viewer, tags=["hosts and GPUs"])
+api.add_router("", gpu_writes, auth=operator, tags=["hosts and GPUs"])
+api.add_router("", admin_routes, auth=admin, tags=["administration"])
