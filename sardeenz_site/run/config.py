@@ -14,6 +14,7 @@ from sardeenz_site.redis_url import redis_url
 
 BASE_DIR = Path(__file__).resolve().parent.parent.parent
 
+_FIRST_ADMIN = ("SARDEENZ_ADMIN_PASSWORD", "SARDEENZ_ADMIN_PASSWORD_FILE")
 ROLES = ("all", "control", "host")
 
 
@@ -74,13 +75,19 @@ def read_config(role: str = "all") -> Config:
     )
 
 
+def first_admin_environment() -> dict[str, str]:
+    """What only ``prepare`` may see."""
+    return {name: os.environ[name] for name in _FIRST_ADMIN if name in os.environ}
+
+
 def child_environment(config: Config, redis: str) -> dict[str, str]:
     """The launcher's own environment with every choice made, less what only the first start may see."""
     env = dict(os.environ)
+    env["SARDEENZ_ENV_FILE"] = os.devnull  # read already; read again it would bring the first password back
     # Without byte code every start compiles some 2,000 modules again.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    env.pop("SARDEENZ_ADMIN_PASSWORD", None)
-    env.pop("REDIS_URL_FILE", None)
+    for name in (*_FIRST_ADMIN, "REDIS_URL_FILE"):
+        env.pop(name, None)
     env.update(
         DJANGO_SETTINGS_MODULE="sardeenz_site.settings",
         SARDEENZ_HOME=str(config.home),

@@ -1,4 +1,4 @@
-"""The private Valkey of one installation: on a Unix socket in a folder of mode 0700, so it has no port and no password."""
+"""The private Valkey of one installation: on a Unix socket in a folder of mode 0700, so without port and password."""
 
 from __future__ import annotations
 

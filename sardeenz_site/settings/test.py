@@ -1,7 +1,7 @@
 """For the test suite: nothing of the developer's environment, a home that is thrown away, a fast hasher.
 
-``SARDEENZ_TEST_DB=postgres`` runs on a real PostgreSQL (``tests/conftest.py`` starts it), else on a SQLite file with the
-same options as in service.
+``SARDEENZ_TEST_DB=postgres`` runs on a real PostgreSQL (``tests/conftest.py`` starts it), else on a SQLite file with
+nearly the options of service.
 """
 
 from __future__ import annotations
