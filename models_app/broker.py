@@ -10,6 +10,7 @@ import logging
 import secrets
 
 import redis
+from celery import current_app
 from django.conf import settings
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -32,7 +33,7 @@ def _client(url: str) -> redis.Redis:
 
 def client() -> redis.Redis | None:
     """The shared client; None where the site runs without Redis (the fast tests use Celery's memory transport)."""
-    if str(settings.CELERY_BROKER_URL).startswith("memory:"):
+    if str(current_app.conf.broker_url).startswith("memory:"):
         return None
     return _client(settings.REDIS_URL)
 

@@ -20,17 +20,19 @@ QUICK = {"soft_time_limit": 25, "time_limit": 30}
 SLOW = {"soft_time_limit": 55, "time_limit": 60}
 
 
-def _look(name: str, look: Callable[[int], bool], instance_id: int, chain: str, every_s: float) -> None:
+def _look(
+    name: str, look: Callable[[int], bool], row_id: int, chain: str, every_s: float, *, control: bool = False
+) -> None:
     """Look once, and again later while the look says so; only the one chain that holds the lease goes on."""
-    token = broker.chain_hold(name, instance_id, chain)
+    token = broker.chain_hold(name, row_id, chain)
     if chain and token is None:
         return
-    again = look(instance_id)
+    again = look(row_id)
     if token and again:
-        queue = dispatch.host_queue(settings.SARDEENZ_HOST_NAME)
-        dispatch.send(name, instance_id, token, queue=queue, countdown=every_s)
+        queue = dispatch.CONTROL_QUEUE if control else dispatch.host_queue(settings.SARDEENZ_HOST_NAME)
+        dispatch.send(name, row_id, token, queue=queue, countdown=every_s)
     elif token:
-        broker.chain_drop(name, instance_id)
+        broker.chain_drop(name, row_id)
 
 
 @shared_task(name=dispatch.PLACE, **QUICK)
@@ -94,5 +96,6 @@ def demand_task(served_model_name: str) -> None:
 
 
 @shared_task(name=dispatch.OPERATION_STEP, **SLOW)
-def operation_step(operation_id: int) -> None:
-    operations.operation_step(operation_id)
+def operation_step(operation_id: int, chain: str = "") -> None:
+    step = operations.operation_step
+    _look(dispatch.OPERATION_STEP, step, operation_id, chain, operations.STEP_EVERY_S, control=True)

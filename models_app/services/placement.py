@@ -1,0 +1,268 @@
+"""What the placer is told of this fleet: cards, what they hold, and what a launch needs of them.
+
+The choice itself is ``gpus_app.policies.placement``; the need is ``gpus_app.policies.fit``. Here rows and readings
+become their input. A starting instance counts with its reservation, a running one with what it really holds, whichever
+is more; so two launches in the same second never get the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpus_app import selectors as gpu_readings
+from gpus_app.models import Gpu
+from gpus_app.policies import fit
+from gpus_app.policies.base import gib
+from gpus_app.policies.placement import Decision, GpuState, Rejection, Request, choose, ledger_free
+from models_app.models import Instance, MemoryProfile, Model
+from models_app.states import OCCUPIES_GPU, InstanceState
+
+#: Readings older than this say nothing of the present: the ledger alone decides.
+READING_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Where an instance should go: by the launch, else by its model."""
+
+    host: str | None = None
+    gpu_uuids: tuple[str, ...] = ()
+    anyway: bool = False
+
+    @classmethod
+    def of(cls, model: Model, wish: Mapping[str, Any] | None = None) -> Wish:
+        wish = wish or {}
+        uuids = tuple(wish.get("gpu_uuids") or model.gpu_uuids or ())
+        host = wish.get("host") or (model.host.name if model.host else None)
+        return cls(host, uuids, bool(wish.get("anyway")))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A decision with the need it was made for."""
+
+    decision: Decision
+    need: fit.Need
+    gpus: list[GpuState] = field(default_factory=list)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The numbers, for an error's facts or an event."""
+        return {
+            "need_bytes": self.need.total_bytes,
+            "largest_bytes": self.decision.largest_bytes,
+            "measured": self.need.measured,
+            "lines": [{"label": line.label, "bytes": line.bytes, "why": line.why} for line in self.need.lines],
+            "gpus": [
+                {
+                    "uuid": row.uuid,
+                    "host": row.host,
+                    "index": row.index,
+                    "code": row.code,
+                    "sentence": row.sentence,
+                    "available_bytes": row.available_bytes,
+                }
+                for row in self.decision.rejections
+            ],
+        }
+
+
+def gpu_states(*, without: int | None = None) -> list[GpuState]:
+    """Every card as the placer sees it; ``without``: an instance whose own claim is left out (it moves or restarts)."""
+    gpus = list(Gpu.objects.select_related("host", "policy"))
+    readings = _readings(gpus)
+    held: dict[str, list[Instance]] = defaultdict(list)
+    for row in Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without):
+        for uuid in row.gpu_uuids:
+            held[uuid].append(row)
+    return [_state(gpu, readings.get(gpu.uuid), held[gpu.uuid]) for gpu in gpus]
+
+
+def _readings(gpus: Iterable[Gpu]) -> dict[str, dict[str, Any]]:
+    """The newest fresh reading of each card, by UUID."""
+    names = sorted({gpu.host.name for gpu in gpus})
+    records = gpu_readings.latest_all(names).values()
+    return {gpu["uuid"]: gpu for record in records if record["age_s"] <= READING_LIMIT_S for gpu in record["gpus"]}
+
+
+def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance]) -> GpuState:
+    policy = getattr(gpu, "policy", None)
+    reserve = policy.reserve_bytes if policy else 0
+    if reading is not None and reading.get("error"):
+        reading = None
+    seen = {} if reading is None else {row["id"]: row.get("resident") or 0 for row in reading.get("instances", ())}
+    foreign = 0 if reading is None else int(reading.get("other") or 0)
+    processes = () if reading is None else reading.get("other_processes") or ()
+    return GpuState(
+        uuid=gpu.uuid,
+        host=gpu.host.name,
+        index=gpu.index,
+        name=gpu.name,
+        total_bytes=gpu.total_bytes,
+        free_measured_bytes=None if reading is None else int(reading["free"]),
+        ledger_free_bytes=ledger_free(
+            gpu.total_bytes,
+            [(row.reserved_bytes, seen.get(row.pk, 0)) for row in rows],
+            reserve_bytes=reserve,
+            foreign_bytes=foreign,
+        ),
+        reserve_bytes=reserve,
+        foreign_bytes=foreign,
+        foreign_names=tuple(f"{row.get('name', '?')} (pid {row.get('pid')})" for row in processes),
+        cordoned=gpu.cordoned,
+        host_cordoned=gpu.host.cordoned or gpu.host.maintenance,
+        host_reachable=gpu.host.reachable,
+        faulty="" if gpu.state == Gpu.State.OK else gpu.state_reason or gpu.state,
+        starting=any(row.state == InstanceState.STARTING for row in rows),
+        instances=len(rows),
+    )
+
+
+# --- need ------------------------------------------------------------------------------------------
+
+
+def launch_facts(model: Model) -> fit.LaunchFacts:
+    """What is known of the model's need before it starts. Unknown weights count as none: the profile, then the engine,
+    will tell."""
+    facts = model.facts or {}
+    return fit.LaunchFacts(
+        weights_bytes=int(facts.get("weights_bytes") or 0),
+        tensor_parallel_size=model.tensor_parallel_size,
+        bundle_bytes=int(facts.get("bundle_bytes") or 0),
+        floor_bytes=int(facts.get("safety_floor_bytes") or 0),
+        hidden_size=int(facts.get("hidden_size") or 0),
+        vocab_size=int(facts.get("vocab_size") or 0),
+        num_layers=int(facts.get("num_layers") or 0),
+        enforce_eager=model.enforce_eager,
+        initial_limit_bytes=model.initial_limit_bytes,
+        kvcached=model.kvcached,
+    )
+
+
+#: Options of a model that change how much memory an engine takes before any request.
+_FOOTPRINT_OPTIONS = (
+    "hf_revision",
+    "max_model_len",
+    "dtype",
+    "quantization",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "enable_sleep_mode",
+    "enable_prefix_caching",
+    "kvcached",
+    "kv_layout",
+    "extra_args",
+    "load_format",
+)
+
+
+def profile_options(model: Model) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in _FOOTPRINT_OPTIONS}
+
+
+def profile_key(model: Model, gpu_name: str) -> str:
+    """The key of what this model, with these options, took on this kind of card."""
+    text = json.dumps([model.model, gpu_name, profile_options(model)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _profile(model: Model, gpu_name: str) -> fit.Profile | None:
+    row = MemoryProfile.objects.filter(key=profile_key(model, gpu_name)).first()
+    if row is None:
+        return None
+    return fit.Profile(
+        baseline_bytes=row.baseline_bytes,
+        bundle_bytes=row.bundle_bytes,
+        floor_bytes=row.safety_floor_bytes,
+        runs=row.runs,
+    )
+
+
+def need_on(model: Model, *, gpu_name: str, gpu_total_bytes: int) -> fit.Need:
+    """Bytes per GPU that a launch needs on this kind of card, from an earlier run where there was one."""
+    return fit.need(launch_facts(model), gpu_total_bytes=gpu_total_bytes, profile=_profile(model, gpu_name))
+
+
+# --- decision --------------------------------------------------------------------------------------
+
+
+def place(
+    model: Model, wish: Wish, *, without: int | None = None, unusable: Mapping[str, str] | None = None
+) -> Placement:
+    """Where an instance of the model would go now, or why nowhere.
+
+    ``unusable`` maps names of hosts that cannot run it to the reason (an engine too old, a pair of versions that do not
+    work together); their cards are out.
+    """
+    states = [_barred(state, unusable or {}) for state in gpu_states(without=without)]
+    kinds: dict[tuple[str, int], list[GpuState]] = defaultdict(list)
+    for state in states:
+        kinds[state.name, state.total_bytes].append(state)
+    if not kinds:
+        nothing = Decision(gpus=(), reason="No GPU is known yet: start a host worker and a sampler on a GPU host.")
+        return Placement(nothing, need_on(model, gpu_name="", gpu_total_bytes=0))
+    if wish.gpu_uuids:
+        return _by_hand(model, wish, states)
+    avoid = _replica_gpus(model, without)
+    tried = []
+    for (name, total), cards in sorted(kinds.items()):
+        need = need_on(model, gpu_name=name, gpu_total_bytes=total)
+        request = Request(
+            need_bytes=need.total_bytes,
+            tensor_parallel_size=model.tensor_parallel_size,
+            host=wish.host,
+            avoid=avoid,
+            anyway=wish.anyway,
+        )
+        tried.append(Placement(choose(cards, request), need, cards))
+    best = max(tried, key=_merit)
+    if best.decision.gpus:
+        return best
+    rejections: list[Rejection] = [row for one in tried for row in one.decision.rejections]
+    return replace(best, decision=replace(best.decision, rejections=tuple(rejections)), gpus=states)
+
+
+def _merit(placement: Placement) -> tuple[bool, int]:
+    """Kinds of cards are compared by what is left over after the need."""
+    decision = placement.decision
+    return bool(decision.gpus), decision.largest_bytes - placement.need.total_bytes
+
+
+def _barred(state: GpuState, unusable: Mapping[str, str]) -> GpuState:
+    reason = unusable.get(state.host)
+    return replace(state, faulty=reason) if reason and not state.faulty else state
+
+
+def _by_hand(model: Model, wish: Wish, states: list[GpuState]) -> Placement:
+    chosen = [state for state in states if state.uuid in wish.gpu_uuids] or states[:1]
+    needs = [need_on(model, gpu_name=state.name, gpu_total_bytes=state.total_bytes) for state in chosen]
+    need = max(needs, key=lambda one: one.total_bytes)
+    request = Request(
+        need_bytes=need.total_bytes,
+        tensor_parallel_size=model.tensor_parallel_size,
+        host=wish.host,
+        gpu_uuids=wish.gpu_uuids,
+        anyway=wish.anyway,
+    )
+    return Placement(choose(states, request), need, states)
+
+
+def _replica_gpus(model: Model, without: int | None) -> frozenset[str]:
+    rows = Instance.objects.filter(model=model, state__in=OCCUPIES_GPU).exclude(pk=without)
+    return frozenset(uuid for row in rows for uuid in row.gpu_uuids)
+
+
+def refusal(placement: Placement) -> str:
+    """Why nothing was found, with the first few cards' numbers."""
+    sentences = [row.sentence for row in placement.decision.rejections if row.sentence != placement.decision.reason]
+    return " ".join([placement.decision.reason, *sentences[:3]])
+
+
+def need_sentence(need: fit.Need) -> str:
+    parts = ", ".join(f"{line.label} {gib(line.bytes)}" for line in need.lines)
+    return f"{gib(need.total_bytes)} per GPU ({parts})"
