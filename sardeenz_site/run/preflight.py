@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -51,12 +52,13 @@ def check_port(host: str, port: int, variable: str) -> None:
         except PermissionError:
             raise CannotStart(f"Port {port} needs root. Set {variable} to a number above 1023.") from None
         except OSError as exc:
-            if exc.errno == 99:
+            if exc.errno == errno.EADDRNOTAVAIL:
                 raise CannotStart(f"HOST={host} is no address of this machine.") from exc
             holder = port_holder(port)
             by = f" by {holder}" if holder else ""
             raise CannotStart(
-                f"Port {port} on {host} is taken{by}. Stop that program, or choose another port: {variable}={port + 100}."
+                f"Port {port} on {host} is taken{by}. Stop that program, or choose another port: "
+                f"{variable}={port + 100}."
             ) from exc
 
 

@@ -38,6 +38,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._valkey: Child | None = None
+        self._valkey_up = False
         self._valkey_keeper: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -127,6 +128,7 @@ class Supervisor:
         return code, lines
 
     async def _start_valkey(self) -> None:
+        self._valkey_up = False
         valkey.make_folder(self._folder)
         server = valkey.find_server()
         lines: list[str] = []
@@ -134,7 +136,8 @@ class Supervisor:
         def on_line(name: str, line: str) -> None:
             lines.append(line)
             del lines[:-20]
-            self._console.line(name, line)
+            if self._valkey_up and not self._stop.is_set():  # its notes at start and end help nobody
+                self._console.line(name, line)
 
         self._valkey = await Child.start(
             "valkey", valkey.command(server, self._folder), self._env, on_line, death_signal=signal.SIGTERM
@@ -149,6 +152,7 @@ class Supervisor:
                     "Install valkey-server or redis-server, or set REDIS_URL."
                 )
             await asyncio.sleep(0.02)
+        self._valkey_up = True
         file = private_url_file(self._config.home)
         file.parent.mkdir(mode=0o700, exist_ok=True)
         file.write_text(valkey.url(self._folder), encoding="utf-8")

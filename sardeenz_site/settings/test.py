@@ -32,7 +32,8 @@ os.environ["SARDEENZ_HOME"] = str(TEST_ROOT / _worker)
 os.environ["SARDEENZ_HOST_NAME"] = "testhost"
 
 from sardeenz_site.settings.base import *  # noqa: E402, F403
-from sardeenz_site.settings.base import DATABASES, SARDEENZ_HOME  # noqa: E402
+from sardeenz_site.settings.base import DATABASES  # noqa: E402
+from sardeenz_site.settings.paths import SARDEENZ_HOME  # noqa: E402
 
 #: Where conftest starts PostgreSQL: its socket lies here too.
 POSTGRES_FOLDER = Path(tempfile.gettempdir()) / f"{TEST_ROOT.name}-pg"
