@@ -85,7 +85,8 @@ def make_venv() -> None:
         text = done.stdout + done.stderr
         if "ensurepip" in text:
             raise CannotInstall(
-                "This Python has no venv module. Install it (Debian and Ubuntu: apt install python3-venv), then try again."
+                "This Python has no venv module. Install it (Debian and Ubuntu: apt install python3-venv), "
+                "then try again."
             )
         raise CannotInstall(f"The virtual environment could not be made: {last_line(text)}")
 
@@ -117,8 +118,8 @@ def why_pip_failed(text: str) -> str:
     """One sentence for what pip's many lines mean."""
     if "Python.h" in text and "No such file" in text:
         return (
-            "A package has no binary for this Python and cannot be compiled, because the Python header files are missing. "
-            "Install them (Debian and Ubuntu: apt install python3-dev gcc), then try again."
+            "A package has no binary for this Python and cannot be compiled, because the Python header files "
+            "are missing. Install them (Debian and Ubuntu: apt install python3-dev gcc), then try again."
         )
     if "DO NOT MATCH THE HASHES" in text:
         return "A downloaded package is not the one in the lock file, so nothing was installed: " + last_line(text)
@@ -211,7 +212,7 @@ def main(arguments: list[str]) -> int:
         die_with_make()
         os.chdir(ROOT)
         python = str(venv_python())
-        os.execve(python, [python, "-m", "sardeenz_site.run", *arguments[1:]], clean_environment())
+        os.execve(python, [python, "-m", "sardeenz_site.run", *arguments[1:]], clean_environment())  # noqa: S606
     return 0
 
 
