@@ -45,6 +45,13 @@ DRAIN_LIMIT_S = env_float("SARDEENZ_DRAIN_LIMIT_S", 30.0)
 STOP_LIMIT_S = env_float("SARDEENZ_STOP_LIMIT_S", 30.0, minimum=1.0)
 MEMORY_BACK_LIMIT_S = env_float("SARDEENZ_MEMORY_BACK_LIMIT_S", 15.0)
 CONTROL_CALL_LIMIT_S = env_float("SARDEENZ_CONTROL_CALL_LIMIT_S", 10.0, minimum=0.5)
+PLACE_LIMIT_S = env_float("SARDEENZ_PLACE_LIMIT_S", 300.0, minimum=1.0)  # pending with no room, until it fails
+START_GRACE_S = env_float("SARDEENZ_START_GRACE_S", 15.0, minimum=2.0)  # claimed, but no engine process yet
+ROUTE_GRACE_S = env_float("SARDEENZ_ROUTE_GRACE_S", 0.5)  # routers' time to hear that a route has gone
+WAKE_CALL_LIMIT_S = env_float("SARDEENZ_WAKE_CALL_LIMIT_S", 45.0, minimum=1.0, maximum=50.0)
+RESTART_RESET_S = env_float("SARDEENZ_RESTART_RESET_S", 600.0, minimum=1.0)  # ready so long: failures are forgotten
+EVENTS_KEEP_S = env_float("SARDEENZ_EVENTS_KEEP_S", 30 * 86400.0, minimum=3600.0)
+RUNS_KEEP_S = env_float("SARDEENZ_RUNS_KEEP_S", 7 * 86400.0, minimum=3600.0)  # logs of ended starts
 RESTART_LIMIT = env_int("SARDEENZ_RESTART_LIMIT", 5, minimum=0, maximum=1000)
 RESTART_BACKOFF_S = env_float("SARDEENZ_RESTART_BACKOFF_S", 10.0, minimum=0.1)
 RESTART_BACKOFF_MAX_S = env_float("SARDEENZ_RESTART_BACKOFF_MAX_S", 300.0, minimum=0.1)
