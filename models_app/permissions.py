@@ -1,7 +1,7 @@
 """Who may do what: three roles over Django's groups and permissions.
 
-viewer: any active user who is logged in. operator: ``models_app.operate``. admin: ``models_app.administer``. The three
-groups are made after every ``migrate`` (a flush of the tables makes them again), so a user gets a role by joining a group.
+viewer: any active user who is logged in. operator: ``models_app.operate``. admin: ``models_app.administer``. The
+three groups are made after every ``migrate`` (and after a flush of the tables); a user gets a role by joining one.
 """
 
 from __future__ import annotations

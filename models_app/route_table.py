@@ -68,7 +68,7 @@ def _clock(connection: redis.Redis | None) -> tuple[int, redis.Redis | None]:
 
 
 def publish() -> dict[str, Any]:
-    """Read the database, write the table to Redis and to the file; returns it. A broker that is away costs a warning."""
+    """Read the database, write the table to Redis and to the file; returns it. A broker away costs a warning."""
     version, connection = _clock(broker.client())
     snapshot = selectors.routes_snapshot()
     digest = hashlib.sha256(orjson.dumps([snapshot["models"], snapshot["keys"]])).hexdigest()

@@ -178,8 +178,8 @@ def _check(row: Instance, wanted: int, force: bool) -> None:
         )
     if floor.safety_floor_bytes is not None and wanted < floor.safety_floor_bytes and not force:
         raise BelowFloor(
-            f"{gib(wanted)} is below the safety floor of {gib(floor.safety_floor_bytes)}: requests could wait for ever. "
-            "Use force if you mean it.",
+            f"{gib(wanted)} is below the safety floor of {gib(floor.safety_floor_bytes)}: requests could wait for "
+            "ever. Use force if you mean it.",
             requested_bytes=wanted,
             safety_floor_bytes=floor.safety_floor_bytes,
             hard_minimum_bytes=floor.hard_minimum_bytes,
@@ -252,8 +252,7 @@ def _wait(row: Instance, revision: int, wanted: int, wait_s: float) -> LimitAnsw
             return _answer(row, {"status": LimitStatus.PENDING, "message": message, "requested_bytes": wanted})
         time.sleep(_POLL_S)
     wire = row.limit_answer.get("limit", {})
-    answer = _answer(row, wire | {"requested_bytes": wanted})
-    return answer
+    return _answer(row, wire | {"requested_bytes": wanted})
 
 
 def _answer(row: Instance, wire: dict[str, Any]) -> LimitAnswer:
