@@ -268,6 +268,7 @@ async def _http_answers(host: str, port: int, path: str) -> bool:
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             status = await reader.readline()
+            await reader.read()  # to its end: hanging up early would be logged as an aborted request
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
