@@ -26,16 +26,15 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     "interval_max": 0.5,
 }
 CELERY_TASK_PUBLISH_RETRY_POLICY = {"max_retries": 1, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5}
-# Expires a little under the period: a worker that was away does not catch up on what is past.
+
+
+def _every(seconds: float, task: str) -> dict[str, object]:
+    """Expires a little under the period: a worker that was away does not catch up on what is past."""
+    return {"task": task, "schedule": seconds, "options": {"queue": "control", "expires": seconds * 0.9}}
+
+
 CELERY_BEAT_SCHEDULE: dict[str, dict[str, object]] = {
-    "reconcile-control": {
-        "task": "models_app.reconcile_control",
-        "schedule": 2.0,
-        "options": {"queue": "control", "expires": 1.8},
-    },
-    "publish-routes": {
-        "task": "models_app.publish_routes",
-        "schedule": 2.0,
-        "options": {"queue": "control", "expires": 1.8},
-    },
+    "reconcile-control": _every(2.0, "models_app.reconcile_control"),
+    "publish-routes": _every(2.0, "models_app.publish_routes"),
+    "prune-samples": _every(600.0, "gpus_app.prune"),
 }
