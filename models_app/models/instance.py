@@ -168,6 +168,7 @@ class LaunchAttempt(models.Model):
     number = models.PositiveIntegerField()
     host = models.ForeignKey(Host, on_delete=models.PROTECT, related_name="+")
     run_dir = models.CharField(max_length=1024)
+    boot_id = models.CharField(max_length=64, blank=True, help_text="Of the host: another one means that it rebooted.")
     spec = models.JSONField(default=dict, help_text="The engine options of this start.")
     argv = models.JSONField(default=list, help_text="Exact command line, secrets masked.")
     guardian_pid = models.PositiveIntegerField(null=True)
