@@ -226,9 +226,7 @@ class Addon:
             "blocks_per_page": g.blocks_per_page,
             "state": control.state(),
             "in_shrink": bool(pool.manager.in_shrink),
-            "shrink_target_bytes": int(target) * g.block_bytes * g.buffers
-            if pool.manager.in_shrink and target
-            else None,
+            "shrink_target_bytes": self._shrink_target_bytes(pool),
             "prefix_cached_bytes": len(pool.evictable_blocks()) * g.block_bytes * g.buffers,
             "retired_bytes": pool.retired_pages() * g.bundle_bytes,
             **control.floors(),
@@ -259,8 +257,8 @@ class Addon:
             "capacity_bytes": pool.geometry.capacity_bytes,
             "ipc_name": pool.segment.name,
             "description": (
-                "hard minimum: two bundles; safety floor: one prefill step or the longest request there is, and a bundle "
-                "for fragmentation; full-context floor: the same for the longest request that the model takes"
+                "hard minimum: two bundles; safety floor: one prefill step or the longest request there is, and a "
+                "bundle for fragmentation; full-context floor: the same for the longest request that the model takes"
             ),
         }
 
@@ -268,12 +266,8 @@ class Addon:
         """Forget the prefix cache, as far as running requests do not hold it, and measure what that frees."""
         if self.pool is None:
             whole = bool(self.engine.reset_prefix_cache())
-            return {
-                "status": "reset" if whole else "partial",
-                "before_bytes": None,
-                "after_bytes": None,
-                "freed_bytes": None,
-            }
+            unknown = dict.fromkeys(("before_bytes", "after_bytes", "freed_bytes"))
+            return {"status": "reset" if whole else "partial", **unknown}
         before = self.pool.footprint_bytes()
         whole = bool(self.engine.reset_prefix_cache())
         self.pool.evict()
