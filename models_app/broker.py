@@ -82,3 +82,15 @@ def chain_drop(name: str, key: int | str) -> None:
         connection.delete(f"sardeenz:chain:{name}:{key}")
     except (redis.RedisError, OSError) as exc:
         log.warning("chain %s:%s not dropped: %s", name, key, exc)
+
+
+def once_in(name: str, seconds: float) -> bool:
+    """Whether nobody did ``name`` in the last ``seconds``; the one who gets True does it. True when nobody can say."""
+    connection = client()
+    if connection is None:
+        return True
+    try:
+        return bool(connection.set(f"sardeenz:once:{name}", b"1", nx=True, px=int(seconds * 1000)))
+    except (redis.RedisError, OSError) as exc:
+        log.warning("turn %s not taken: %s", name, exc)
+        return True

@@ -16,7 +16,7 @@ from django.utils import timezone
 
 from models_app import broker
 from models_app.models import ApiKey, Instance, InstanceQuerySet, LaunchAttempt, Model
-from models_app.states import LIVE, DesiredState, InstanceState
+from models_app.states import LIVE, InstanceState
 
 log = logging.getLogger(__name__)
 
@@ -194,16 +194,16 @@ def instance_log(instance: Instance, lines: int = 500, attempt: LaunchAttempt | 
 # --- wanted replicas -------------------------------------------------------------------------------
 
 
-def replicas_of(model: Model) -> dict[int, Instance]:
-    """The newest row of each replica, successors of a move or edit left out; a live row is always the newest."""
+def newest_by_replica(rows: Iterable[Instance]) -> dict[int, Instance]:
+    """The row that stands for each replica, successors of a move or edit left out: a live one, else the newest."""
     found: dict[int, Instance] = {}
-    for row in model.instances.filter(replaces=None).order_by("pk"):
+    for row in sorted(rows, key=lambda one: one.pk):
         held = found.get(row.replica_index)
-        if held is None or row.is_live or not held.is_live:
+        if row.replaces_id is None and (held is None or row.is_live or not held.is_live):
             found[row.replica_index] = row
     return found
 
 
-def is_kept_down(instance: Instance) -> bool:
-    """Whether an operator or policy wants this replica not to run."""
-    return instance.desired_state != DesiredState.RUNNING
+def replicas_of(model: Model) -> dict[int, Instance]:
+    """``newest_by_replica`` of one model. One query."""
+    return newest_by_replica(model.instances.select_related("host"))

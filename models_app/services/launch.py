@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from django.conf import settings
 from django.db import IntegrityError, transaction
@@ -132,22 +133,28 @@ def _make(model: Model, index: int, row: Instance | None, actor: str, wish: Wish
     """A new row for the replica, or its old one brought back to pending; placed after the commit."""
     asked = {"host": wish.host, "gpu_uuids": list(wish.gpu_uuids), "anyway": wish.anyway}
     if row is None:
-        row = Instance.objects.create(
-            model=model,
-            replica_index=index,
-            created_by=actor[:150],
-            placement_wish=asked,
-            limit_bytes=model.initial_limit_bytes,
-            limit_revision=1 if model.initial_limit_bytes else 0,
-            limit_set_by=actor[:150] if model.initial_limit_bytes else "",
-            reason="Waits to be placed.",
-        )
-        transitions.note(row.pk, "launch", "Launched.", actor=actor, facts=asked)
-        events.publish_instance_on_commit(row.pk, routes=True)
-        dispatch.send_on_commit(dispatch.PLACE, row.pk, queue=dispatch.CONTROL_QUEUE)
-        return row
+        return replica_make(model, index, actor=actor, asked=asked)
     if requeue(row, reason="Waits to be placed.", actor=actor, created_by=actor[:150], placement_wish=asked):
         row.refresh_from_db()
+    return row
+
+
+def replica_make(model: Model, index: int, *, actor: str, asked: dict[str, Any] | None = None) -> Instance:
+    """A new pending instance for a replica that has none, placed after the commit. Call inside a transaction."""
+    limit = model.initial_limit_bytes
+    row = Instance.objects.create(
+        model=model,
+        replica_index=index,
+        created_by=actor[:150],
+        placement_wish=asked or {},
+        limit_bytes=limit,
+        limit_revision=1 if limit else 0,
+        limit_set_by=actor[:150] if limit else "",
+        reason="Waits to be placed.",
+    )
+    transitions.note(row.pk, "launch", "Launched.", actor=actor, facts=asked)
+    events.publish_instance_on_commit(row.pk, routes=True)
+    dispatch.send_on_commit(dispatch.PLACE, row.pk, queue=dispatch.CONTROL_QUEUE)
     return row
 
 
