@@ -1,0 +1,216 @@
+"""What needs an operator first, as lines: worst on top, each with since when, why and where to go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.utils import timezone
+
+from gpus_app.models import Gpu
+from models_app.models import Instance, Operation
+from models_app.presentation import words
+from models_app.presentation.board import Board, Row
+from models_app.states import InstanceState, LimitStatus
+
+#: A limit that waits for requests to finish is normal for this long.
+DEFERRED_IS_NEWS_AFTER = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line. ``rank`` 0 is worst; ``acts``: (label, address, opens a dialog)."""
+
+    rank: int
+    tone: str
+    icon: str
+    title: str
+    text: str
+    href: str
+    since: datetime | None = None
+    acts: tuple[tuple[str, str, bool], ...] = ()
+
+
+def attention(board: Board, *, may_operate: bool) -> list[Item]:
+    """Failures, then starved and stuck instances, hosts and GPUs that are away or full, then what only waits."""
+    found: list[Item] = []
+    for host in board.hosts:
+        if not host.reachable:
+            found.append(
+                Item(
+                    1,
+                    "bad",
+                    "server-off",
+                    f"Host {host.host.name} is away",
+                    "Neither its worker nor its sampler was heard lately. Its engines may serve on.",
+                    f"/gpus/#host-{host.host.pk}",
+                    host.host.worker_seen_at or host.host.sampler_seen_at,
+                )
+            )
+        elif host.stale:
+            found.append(
+                Item(
+                    3,
+                    "warn",
+                    "clock-exclamation",
+                    f"No fresh readings from {host.host.name}",
+                    "Its sampler is silent: memory figures are old.",
+                    f"/gpus/#host-{host.host.pk}",
+                    host.read_at,
+                )
+            )
+        for card in host.cards:
+            gpu = card.gpu
+            name = f"GPU {gpu.index} of {host.host.name}"
+            if gpu.state != Gpu.State.OK:
+                found.append(
+                    Item(
+                        1,
+                        "bad",
+                        "alert-triangle",
+                        f"{name} is {gpu.get_state_display().lower()}",
+                        gpu.state_reason,
+                        f"/gpus/{gpu.pk}/",
+                        gpu.state_since,
+                    )
+                )
+            elif card.bar.near_full:
+                reserve = f", reserve {words.gib(card.bar.reserve_bytes)} GiB" if card.bar.reserve_bytes else ""
+                found.append(
+                    Item(
+                        4,
+                        "warn",
+                        "gauge",
+                        f"{name} is nearly full",
+                        f"{words.gib(card.bar.free_bytes)} of {words.gib(card.bar.total_bytes)} GiB free{reserve}. "
+                        "Trim, or lower a limit, before the next launch.",
+                        f"/gpus/{gpu.pk}/",
+                    )
+                )
+            if card.held and card.policy:
+                found.append(
+                    Item(
+                        7,
+                        "warn",
+                        "hand-stop",
+                        f"The controller is on hold for {name}",
+                        f"By {card.policy.held_by}, until {card.policy.held_until:%H:%M} UTC.",
+                        "/policies/",
+                    )
+                )
+    seen: set[int] = set()
+    for row in board.rows:
+        if row.instance.pk not in seen:
+            seen.add(row.instance.pk)
+            found.extend(_of_instance(row, may_operate))
+    return sorted(found, key=lambda item: item.rank)
+
+
+def _of_instance(row: Row, may_operate: bool) -> list[Item]:
+    i = row.instance
+    href = f"/instances/{i.pk}/"
+    if i.state == InstanceState.FAILED:
+        acts = (("Log", f"{href}#log", False), *([("Restart", f"{href}restart/", True)] if may_operate else []))
+        return [
+            Item(0, "bad", words.FAILED.icon, f"{row.label} failed", _reason(i), href, i.state_since, acts)
+        ]
+    found = []
+    if words.state_word(i) is words.STUCK:
+        acts = (("Restart", f"{href}restart/", True),) if may_operate else ()
+        found.append(
+            Item(0, "bad", words.STUCK.icon, f"{row.label} is stuck", words.why(i), href, i.last_progress_at, acts)
+        )
+    if i.state == InstanceState.UNREACHABLE:
+        found.append(
+            Item(2, "warn", words.UNREACHABLE.icon, f"{row.label} is unreachable", words.why(i), href, i.state_since)
+        )
+    limit_acts = (("Limit", f"{href}limit/", True),) if may_operate else ()
+    if i.limit_status == LimitStatus.STARVED:
+        found.append(
+            Item(
+                0,
+                "bad",
+                "alert-triangle",
+                f"{row.label} is starved",
+                "Requests wait and no page of KV memory can be had: raise its limit.",
+                href,
+                i.limit_set_at,
+                limit_acts,
+            )
+        )
+    elif i.limit_status in (LimitStatus.REJECTED, LimitStatus.CONFLICT, LimitStatus.STALE):
+        found.append(
+            Item(3, "warn", "ban", f"The limit of {row.label} was refused", i.limit_message, href, i.limit_set_at)
+        )
+    elif (
+        i.limit_status == LimitStatus.DEFERRED
+        and i.limit_set_at
+        and timezone.now() - i.limit_set_at > DEFERRED_IS_NEWS_AFTER
+    ):
+        acts = (("Reclaim now", f"{href}limit/?reclaim=preempt", True),) if may_operate else ()
+        found.append(
+            Item(
+                5,
+                "warn",
+                "arrow-bar-down",
+                f"{row.label} is still over its limit",
+                words.limit_sentence(i, row.share.footprint_bytes),
+                href,
+                i.limit_set_at,
+                acts,
+            )
+        )
+    if row.drift_bytes:
+        found.append(
+            Item(
+                4,
+                "warn",
+                "pencil-exclamation",
+                f"Somebody else changed the limit of {row.label}",
+                f"Its segment says {words.gib(row.drift_bytes)} GiB, asked is {words.gib(i.limit_bytes)} GiB.",
+                href,
+                None,
+                limit_acts,
+            )
+        )
+    if i.state == InstanceState.PENDING and timezone.now() - i.state_since > timedelta(seconds=15):
+        found.append(
+            Item(5, "warn", words.QUEUED.icon, f"{row.label} waits for a GPU", i.reason, href, i.state_since)
+        )
+    if row.outdated:
+        acts = (("Restart", f"{href}restart/", True),) if may_operate else ()
+        found.append(
+            Item(
+                8,
+                "info",
+                "refresh-dot",
+                f"{row.label} runs older options",
+                f"It runs revision {i.spec_revision}, saved is {i.model.spec_revision}.",
+                href,
+                None,
+                acts,
+            )
+        )
+    return found
+
+
+def of_operations(operations: list[Operation]) -> list[Item]:
+    """Operations that failed lately; those under way have the tray."""
+    return [
+        Item(
+            2,
+            "bad",
+            "list-details",
+            f"{operation.title} failed",
+            operation.message,
+            f"/operations/{operation.pk}/",
+            operation.ended_at,
+        )
+        for operation in operations
+    ]
+
+
+def _reason(i: Instance) -> str:
+    text = words.why(i)
+    follow = words.next_step(i)
+    return f"{text} {follow}".strip()

@@ -1,0 +1,3 @@
+"""The human door: one function view per page and fragment, one module per subject."""
+
+from __future__ import annotations

@@ -1,0 +1,312 @@
+// Stacked KV memory per GPU: filled from history at once, one point more with every reading.
+(function () {
+  "use strict";
+  const { $, $$ } = window.Sardeenz;
+  const GIB = 1073741824;
+  const GAP_S = 6;
+  const charts = new Map();
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function inkPattern(color, pattern) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 9;
+    const pen = tile.getContext("2d");
+    pen.globalAlpha = 0.55;
+    pen.fillStyle = color;
+    pen.fillRect(0, 0, 9, 9);
+    pen.globalAlpha = 1;
+    pen.fillStyle = css("--pattern-ink");
+    if (pattern === 1) {
+      pen.beginPath();
+      pen.arc(4.5, 4.5, 2, 0, 7);
+      pen.fill();
+    }
+    if (pattern === 2 || pattern === 3) pen.fillRect(0, 0, 2, 9);
+    if (pattern === 3) pen.fillRect(0, 0, 9, 2);
+    return pen.createPattern(tile, "repeat");
+  }
+
+  function fillOf(slot) {
+    const color = css("--hue-" + (slot % 8));
+    const pattern = Math.floor(slot / 8) % 4;
+    return pattern ? inkPattern(color, pattern) : color + "8c";
+  }
+
+  class Chart {
+    constructor(box) {
+      this.box = box;
+      this.window = Number(box.dataset.window) || 300;
+      this.visible = false;
+      this.data = null;
+      this.plot = null;
+      this.loading = false;
+      this.loadedAt = 0;
+      new ResizeObserver(() => this.resize()).observe(box);
+    }
+
+    async load() {
+      if (this.loading) return;
+      this.loading = true;
+      try {
+        const answer = await fetch(this.box.dataset.chart + "?window=" + this.window, {
+          headers: { Accept: "application/json" },
+        });
+        if (!answer.ok) throw new Error(String(answer.status));
+        this.data = await answer.json();
+        this.loadedAt = Date.now();
+        this.draw();
+      } catch {
+        if (!this.plot) this.say("The history cannot be read now; it is asked for again with the next reading.");
+      }
+      this.loading = false;
+    }
+
+    say(text) {
+      const note = document.createElement("div");
+      note.className = "chart-empty";
+      note.textContent = text;
+      this.box.replaceChildren(note);
+    }
+
+    setWindow(seconds) {
+      this.window = seconds;
+      this.data = null;
+      this.load();
+    }
+
+    get step() {
+      return this.window <= 900 ? 1 : this.window / 900;
+    }
+
+    add(record, gpu) {
+      if (!this.data || this.window > 3600) {
+        if (Date.now() - this.loadedAt > 60000 && this.visible) this.load();
+        return;
+      }
+      const t = this.data.t;
+      const last = t.length ? t[t.length - 1] : 0;
+      if (record.t <= last || record.t - last < this.step * 0.9) return;
+      if (last && record.t - last > GAP_S + this.step) {
+        this.load();
+        return;
+      }
+      const here = new Map((gpu.instances || []).map((instance) => [instance.id, instance]));
+      const known = new Set(this.data.instances.map((instance) => instance.id));
+      if ([...here.keys()].some((id) => !known.has(id))) {
+        this.load();
+        return;
+      }
+      t.push(record.t);
+      this.data.instances.forEach((instance) => {
+        const now = here.get(instance.id);
+        instance.kv.push(now ? now.used || 0 : 0);
+        instance.limit.push(now && now.limit ? now.limit : null);
+      });
+      const from = record.t - this.window;
+      let drop = 0;
+      while (drop < t.length && t[drop] < from) drop += 1;
+      if (drop) {
+        t.splice(0, drop);
+        this.data.instances.forEach((instance) => {
+          instance.kv.splice(0, drop);
+          instance.limit.splice(0, drop);
+        });
+      }
+      if (!this.visible || document.hidden) return;
+      if (this.plot) this.plot.setData(this.stack());
+      else this.draw();
+    }
+
+    // uPlot draws series one over the other: the top of the stack first, then the lower ones over it.
+    stack() {
+      const { t, instances } = this.data;
+      const sums = new Array(t.length).fill(0);
+      const layers = [];
+      const ceilings = [];
+      instances.forEach((instance) => {
+        ceilings.push(t.map((_, at) => (instance.limit[at] === null ? null : (sums[at] + instance.limit[at]) / GIB)));
+        layers.push(t.map((_, at) => (sums[at] += instance.kv[at] || 0) / GIB));
+      });
+      return [t, ...layers.reverse(), ...ceilings];
+    }
+
+    draw() {
+      if (this.plot) this.plot.destroy();
+      this.plot = null;
+      const { t, instances, events } = this.data;
+      this.notes(events);
+      if (!t.length || !instances.length) {
+        this.say(t.length ? "No KV memory in use in this window." : "No readings in this window yet.");
+        return;
+      }
+      this.box.replaceChildren();
+      const tall = this.box.classList.contains("chart-large");
+      const grid = { stroke: css("--frame"), width: 0.5 };
+      const axis = { stroke: css("--quiet"), grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+      const top = instances.slice().reverse();
+      const own = (instance) => (plot, _value, _series, at) =>
+        at === null || at === undefined ? "–" : ((instance.kv[at] || 0) / GIB).toFixed(1);
+      const options = {
+        width: Math.max(120, this.box.clientWidth),
+        height: tall ? 300 : 190,
+        padding: [8, 8, 0, 0],
+        cursor: { y: false, points: { show: false } },
+        legend: { show: instances.length <= (tall ? 32 : 6) },
+        scales: {
+          x: { time: true },
+          y: { range: (_plot, _low, high) => [0, this.ceiling(high)] },
+        },
+        axes: [axis, { ...axis, size: 42, values: (_plot, ticks) => ticks.map((tick) => String(tick)) }],
+        series: [
+          { value: (_plot, value) => (value === null ? "–" : new Date(value * 1000).toLocaleTimeString()) },
+          ...top.map((instance) => ({
+            label: instance.label,
+            stroke: css("--hue-" + (instance.slot % 8)),
+            fill: fillOf(instance.slot),
+            width: 1,
+            points: { show: false },
+            value: own(instance),
+          })),
+          ...instances.map((instance) => ({
+            label: instance.label + " limit",
+            stroke: css("--hue-" + (instance.slot % 8)),
+            width: 1.5,
+            dash: [6, 4],
+            points: { show: false },
+            class: "limit-series",
+            value: (_plot, _value, _series, at) =>
+              at === null || at === undefined || instance.limit[at] === null
+                ? "–"
+                : (instance.limit[at] / GIB).toFixed(1),
+          })),
+        ],
+        hooks: { draw: [(plot) => this.marks(plot)] },
+      };
+      this.plot = new window.uPlot(options, this.stack(), this.box);
+      const legend = $(".u-legend", this.box);
+      if (legend) $$("tr.limit-series", legend).forEach((row) => (row.hidden = true));
+      const canvas = $("canvas", this.box);
+      if (canvas) {
+        canvas.setAttribute("role", "img");
+        canvas.setAttribute("aria-label", this.sentence());
+      }
+    }
+
+    // Room for the stack and for the limits near to it; a far limit does not flatten the picture.
+    ceiling() {
+      const [, ...rows] = this.stack();
+      const layers = rows.slice(0, this.data.instances.length);
+      const ceilings = rows.slice(this.data.instances.length);
+      const most = (row) => row.reduce((high, value) => (value > high ? value : high), 0);
+      const high = Math.max(0.1, ...layers.map(most));
+      const near = ceilings.map(most).filter((value) => value <= high * 2);
+      return Math.max(high * 1.15, ...near.map((value) => value * 1.05));
+    }
+
+    marks(plot) {
+      const pen = plot.ctx;
+      const { left, top, width, height } = plot.bbox;
+      pen.save();
+      pen.strokeStyle = css("--quiet");
+      pen.fillStyle = css("--tblr-body-color");
+      pen.setLineDash([3, 3]);
+      (this.data.events || []).forEach((event) => {
+        const x = plot.valToPos(event.t, "x", true);
+        if (x < left || x > left + width) return;
+        pen.beginPath();
+        pen.moveTo(x, top);
+        pen.lineTo(x, top + height);
+        pen.stroke();
+        pen.beginPath();
+        pen.moveTo(x - 5, top);
+        pen.lineTo(x + 5, top);
+        pen.lineTo(x, top + 8);
+        pen.fill();
+      });
+      pen.restore();
+    }
+
+    notes(events) {
+      const list = $('[data-chart-notes="' + this.box.dataset.chartId + '"]');
+      if (!list) return;
+      list.replaceChildren(
+        ...(events || []).slice(-3).map((event) => {
+          const line = document.createElement("li");
+          line.textContent = "▽ " + new Date(event.t * 1000).toLocaleTimeString() + "  " + event.text;
+          return line;
+        })
+      );
+    }
+
+    sentence() {
+      const last = this.data.t.length - 1;
+      const parts = this.data.instances.map(
+        (instance) => instance.label + " " + ((instance.kv[last] || 0) / GIB).toFixed(1)
+      );
+      return "KV in use over time, GiB; now " + parts.join(", ") + ". The figures stand in the table linked below.";
+    }
+
+    resize() {
+      if (this.plot && this.box.clientWidth) {
+        this.plot.setSize({ width: this.box.clientWidth, height: this.plot.height });
+      }
+    }
+  }
+
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      entries.forEach((entry) => {
+        const chart = charts.get(entry.target);
+        if (!chart) return;
+        chart.visible = entry.isIntersecting;
+        if (!chart.visible) return;
+        if (!chart.data) chart.load();
+        else if (chart.plot) chart.plot.setData(chart.stack());
+      });
+    },
+    { rootMargin: "200px" }
+  );
+
+  function adopt() {
+    $$("[data-chart]").forEach((box) => {
+      if (charts.has(box)) return;
+      charts.set(box, new Chart(box));
+      watcher.observe(box);
+    });
+    for (const box of charts.keys()) if (!document.contains(box)) charts.delete(box);
+  }
+
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("[data-windows] [data-window]");
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const group = link.closest("[data-windows]");
+    const box = $('[data-chart-id="' + group.dataset.windows + '"]');
+    const chart = charts.get(box);
+    if (!chart || group.dataset.full) return;
+    event.preventDefault();
+    $$("[aria-current]", group).forEach((other) => other.removeAttribute("aria-current"));
+    link.setAttribute("aria-current", "true");
+    chart.setWindow(Number(link.dataset.window));
+  });
+
+  document.addEventListener("sz:sample", (event) => {
+    const record = event.detail;
+    record.gpus.forEach((gpu) => {
+      for (const chart of charts.values()) {
+        if (chart.box.dataset.chartGpu === gpu.uuid) chart.add(record, gpu);
+      }
+    });
+  });
+  document.addEventListener("sz:gap", () => {
+    for (const chart of charts.values()) {
+      if (chart.visible) chart.load();
+      else chart.data = null;
+    }
+  });
+  document.addEventListener("sz:theme", () => {
+    for (const chart of charts.values()) if (chart.data) chart.draw();
+  });
+  document.addEventListener("htmx:afterSettle", adopt);
+  adopt();
+})();
