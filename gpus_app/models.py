@@ -85,9 +85,13 @@ class GpuPolicy(models.Model):
 
     gpu = models.OneToOneField(Gpu, on_delete=models.CASCADE, related_name="policy")
     reserve_bytes = models.BigIntegerField(default=0, help_text="Kept free for the next deploy; never handed out.")
-    rebalance = models.CharField(max_length=8, choices=Rebalance.choices, default=Rebalance.OFF)
+    rebalance = models.CharField(max_length=8, choices=Rebalance.choices, default=Rebalance.ON)
     held_until = models.DateTimeField(null=True, blank=True, help_text="The controller changes nothing before.")
     held_by = models.CharField(max_length=150, blank=True)
+    plan = models.JSONField(
+        default=dict, blank=True, help_text="What the controller did or would do, at its last look."
+    )
+    planned_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         constraints = [

@@ -23,6 +23,7 @@ RECONCILE_CONTROL = "models_app.reconcile_control"
 PUBLISH_ROUTES = "models_app.publish_routes"
 DEMAND = "models_app.demand"
 OPERATION_STEP = "models_app.operation_step"
+REBALANCE = "models_app.rebalance"
 # queue of the instance's host
 START = "models_app.start"
 PROBE = "models_app.probe"
@@ -39,6 +40,7 @@ TASK_NAMES = (
     PUBLISH_ROUTES,
     DEMAND,
     OPERATION_STEP,
+    REBALANCE,
     START,
     PROBE,
     STOP,

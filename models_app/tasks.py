@@ -8,7 +8,7 @@ from celery import shared_task
 from django.conf import settings
 
 from models_app import broker, dispatch, route_table, worker
-from models_app.services import control, demand, kvcache, launch, operations, reconcile, sleep, stop
+from models_app.services import control, demand, kvcache, launch, operations, rebalancing, reconcile, sleep, stop
 from models_app.services.probe import PROBE_EVERY_S, instance_probe
 from models_app.services.start import instance_start
 
@@ -83,6 +83,11 @@ def reconcile_host(host_name: str) -> None:
 @shared_task(name=dispatch.RECONCILE_CONTROL, **QUICK)
 def reconcile_control() -> None:
     control.reconcile_control()
+
+
+@shared_task(name=dispatch.REBALANCE, **QUICK)
+def rebalance() -> None:
+    rebalancing.rebalance_all()
 
 
 @shared_task(name=dispatch.PUBLISH_ROUTES, **QUICK)

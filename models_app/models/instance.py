@@ -84,6 +84,7 @@ class Instance(models.Model):
 
     # KV memory, bytes per GPU. limit_* is wanted; the rest was told by the engine or read from its segment.
     limit_bytes = models.BigIntegerField(null=True, blank=True)
+    limit_automatic = models.BooleanField(default=True, help_text="The controller may move it; False: set by hand.")
     limit_revision = models.PositiveIntegerField(default=0)
     limit_set_by = models.CharField(max_length=150, blank=True)
     limit_set_at = models.DateTimeField(null=True, blank=True)

@@ -46,12 +46,12 @@ class Card:
 
     def for_rebalance(self) -> list[InstanceView]:
         """The instances with limits set by hand held where the operator put them."""
-        rows = []
-        for row in self.rows:
-            if row.elastic and not self.instances[row.id].limit_automatic:
-                row = replace(row, guarantee_bytes=row.limit_bytes, maximum_bytes=row.limit_bytes)
-            rows.append(row)
-        return rows
+        return [
+            replace(row, guarantee_bytes=row.limit_bytes, maximum_bytes=row.limit_bytes)
+            if row.elastic and not self.instances[row.id].limit_automatic
+            else row
+            for row in self.rows
+        ]
 
 
 @dataclass
@@ -69,7 +69,7 @@ def policy_of(gpu: Gpu) -> GpuPolicy:
 
 
 def cards(uuids: Iterable[str] | None = None, *, now: float | None = None) -> dict[str, Card]:
-    """The cards with these UUIDs (all by default), by UUID. Three queries and two calls to the broker, whatever their number."""
+    """The cards with these UUIDs (default: all), by UUID. Three queries and two calls to the broker for any number."""
     now = time.time() if now is None else now
     rows = Gpu.objects.select_related("host", "policy")
     gpus = list(rows if uuids is None else rows.filter(uuid__in=list(uuids)))
@@ -127,7 +127,10 @@ def _row(row: Instance, reading: Mapping[str, Any] | None, activity: _Activity, 
         id=row.pk,
         name=row.model.served_model_name,
         adjustable=(
-            state in _ADJUSTABLE and row.model.kvcached and row.provider in ("addon", "pr324") and bool(read.get("limit"))
+            state in _ADJUSTABLE
+            and row.model.kvcached
+            and row.provider in ("addon", "pr324")
+            and bool(read.get("limit"))
         ),
         asleep=state is S.SLEEPING,
         baseline_bytes=int(read.get("baseline") or 0),

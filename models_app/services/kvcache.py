@@ -195,14 +195,9 @@ def _limit_set(
     with audited(actor, "limit.set", str(instance), detail=f"{asked}{' with force' if force else ''}"):
         broker.require()
         with transaction.atomic():
-            row = (
-                Instance.objects.select_for_update(of=("self",))
-                .select_related("model__memory_policy", "host")
-                .get(pk=instance.pk)
-            )
+            row = _locked(instance)
             _check(row, wanted, force)
-            policy = getattr(row.model, "memory_policy", None)
-            revision = _write(row, wanted, actor, force, reclaim or (policy.reclaim if policy else "wait"))
+            revision = _write(row, wanted, actor, force, reclaim, automatic=False)
     later = _LATER.get(InstanceState(row.state))
     if later is not None:
         row.refresh_from_db()
@@ -210,8 +205,39 @@ def _limit_set(
     return _wait(row, revision, wanted, wait_s)
 
 
-def _write(row: Instance, wanted: int, actor: str, force: bool, reclaim: str) -> int:
-    """Write the wish; returns its revision."""
+def _locked(instance: Instance) -> Instance:
+    rows = Instance.objects.select_for_update(of=("self",)).select_related("model__memory_policy", "host")
+    return rows.get(pk=instance.pk)
+
+
+def limit_write(
+    instance: Instance, wanted: int, *, actor: str, reclaim: str | None = None, reason: str = "", automatic: bool | None
+) -> int:
+    """Write a wish without waiting for its answer; the revision it got. For the controller and for plans.
+
+    ``automatic`` None leaves it open whose hand the limit is in. Raises as ``kvcache_limit_set``.
+    """
+    broker.require()
+    with transaction.atomic():
+        row = _locked(instance)
+        _check(row, wanted, False)
+        return _write(row, wanted, actor, False, reclaim, reason=reason, automatic=automatic)
+
+
+def _write(
+    row: Instance,
+    wanted: int,
+    actor: str,
+    force: bool,
+    reclaim: str | None,
+    *,
+    reason: str = "",
+    automatic: bool | None,
+) -> int:
+    """Write the wish; returns its revision. ``automatic``: whether the controller may move it from now on."""
+    policy = getattr(row.model, "memory_policy", None)
+    reclaim = reclaim or (policy.reclaim if policy else "wait")
+    hand = {} if automatic is None else {"limit_automatic": automatic}
     later = _LATER.get(InstanceState(row.state))
     bound = wanted if row.capacity_bytes is None else min(wanted, row.capacity_bytes)
     message = f"It is {row.state}: the limit is kept and applied {later}." if later else "Asked; no answer yet."
@@ -225,11 +251,12 @@ def _write(row: Instance, wanted: int, actor: str, force: bool, reclaim: str) ->
         limit_force=force,
         limit_status=LimitStatus.PENDING,
         limit_message=message,
+        **hand,
     )
     transitions.note(
         row.pk,
         "limit",
-        f"KV limit {gib(bound)} asked (was {gib(row.limit_bytes) if row.limit_bytes else 'none'}).",
+        f"KV limit {gib(bound)} asked (was {gib(row.limit_bytes) if row.limit_bytes else 'none'}). {reason}".strip(),
         actor=actor,
         facts={"wanted_bytes": wanted, "limit_bytes": bound, "force": force, "reclaim": reclaim},
     )

@@ -19,7 +19,7 @@ from gpus_app.models import Gpu
 from gpus_app.policies import fit
 from gpus_app.policies.base import gib
 from gpus_app.policies.placement import Decision, GpuState, Rejection, Request, choose, ledger_free
-from models_app.models import Instance, MemoryProfile, Model
+from models_app.models import Instance, MemoryProfile, Model, Operation
 from models_app.states import OCCUPIES_GPU, InstanceState
 
 #: Readings older than this say nothing of the present: the ledger alone decides.
@@ -72,15 +72,28 @@ class Placement:
         }
 
 
-def gpu_states(*, without: int | None = None) -> list[GpuState]:
-    """Every card as the placer sees it; ``without``: an instance whose own claim is left out (it moves or restarts)."""
+def gpu_states(*, without: int | None = None, room_for: int | None = None) -> list[GpuState]:
+    """Every card as the placer sees it; ``without``: an instance whose own claim is left out (it moves or restarts).
+
+    Bytes for which room is being made are promised to their model (``room_for`` is its id), and to nobody else.
+    """
     gpus = list(Gpu.objects.select_related("host", "policy"))
     readings = _readings(gpus)
     held: dict[str, list[Instance]] = defaultdict(list)
     for row in Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without):
         for uuid in row.gpu_uuids:
             held[uuid].append(row)
-    return [_state(gpu, readings.get(gpu.uuid), held[gpu.uuid]) for gpu in gpus]
+    promised = _promised(room_for)
+    return [_state(gpu, readings.get(gpu.uuid), held[gpu.uuid], promised[gpu.uuid]) for gpu in gpus]
+
+
+def _promised(room_for: int | None) -> dict[str, int]:
+    """Bytes per card that open operations make room for, those of ``room_for`` left out."""
+    promised: dict[str, int] = defaultdict(int)
+    for operation in Operation.objects.filter(kind="make_room", ended_at=None).exclude(model=room_for):
+        for uuid in operation.facts.get("gpu_uuids", ()):
+            promised[uuid] += int(operation.facts.get("need_bytes") or 0)
+    return promised
 
 
 def _readings(gpus: Iterable[Gpu]) -> dict[str, dict[str, Any]]:
@@ -90,7 +103,7 @@ def _readings(gpus: Iterable[Gpu]) -> dict[str, dict[str, Any]]:
     return {gpu["uuid"]: gpu for record in records if record["age_s"] <= READING_LIMIT_S for gpu in record["gpus"]}
 
 
-def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance]) -> GpuState:
+def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance], promised: int) -> GpuState:
     policy = getattr(gpu, "policy", None)
     reserve = policy.reserve_bytes if policy else 0
     if reading is not None and reading.get("error"):
@@ -108,7 +121,7 @@ def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance]
         ledger_free_bytes=ledger_free(
             gpu.total_bytes,
             [(row.reserved_bytes, seen.get(row.pk, 0)) for row in rows],
-            reserve_bytes=reserve,
+            reserve_bytes=reserve + promised,
             foreign_bytes=foreign,
         ),
         reserve_bytes=reserve,
@@ -199,7 +212,7 @@ def place(
     ``unusable`` maps names of hosts that cannot run it to the reason (an engine too old, a pair of versions that do not
     work together); their cards are out.
     """
-    states = [_barred(state, unusable or {}) for state in gpu_states(without=without)]
+    states = [_barred(state, unusable or {}) for state in gpu_states(without=without, room_for=model.pk)]
     kinds: dict[tuple[str, int], list[GpuState]] = defaultdict(list)
     for state in states:
         kinds[state.name, state.total_bytes].append(state)

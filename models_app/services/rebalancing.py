@@ -85,7 +85,7 @@ def _carry_out(group: list[Card], plan: Plan) -> None:
         if instance.limit_bytes == step.to_bytes and asked:
             continue
         try:
-            limit_write(instance, step.to_bytes, actor=ACTOR, reclaim=step.reclaim, reason=step.reason)
+            limit_write(instance, step.to_bytes, actor=ACTOR, reclaim=step.reclaim, reason=step.reason, automatic=None)
         except BrokerAway:
             raise
         except SardeenzError as exc:
@@ -137,9 +137,7 @@ def _remember(group: list[Card], plan: Plan | None, mode: str) -> None:
             continue
         if _essence(card.policy.plan) == _essence(saved):
             continue
-        GpuPolicy.objects.update_or_create(
-            gpu=card.gpu, defaults={"plan": saved, "planned_at": timezone.now()}
-        )
+        GpuPolicy.objects.update_or_create(gpu=card.gpu, defaults={"plan": saved, "planned_at": timezone.now()})
         publish_gpus_on_commit(card.gpu.host.name)
 
 
