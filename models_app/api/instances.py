@@ -33,6 +33,7 @@ from models_app.services.kvcache import (
     kvcache_trim,
 )
 from models_app.services.launch import instance_restart
+from models_app.services.rebalancing import hand_back
 from models_app.services.sleep import instance_sleep, instance_wake
 from models_app.services.stop import instance_stop, stop_all
 from models_app.states import LIVE, InstanceState
@@ -119,6 +120,13 @@ def set_limit(request: HttpRequest, instance_id: InstanceId, payload: LimitIn) -
     else:
         answer = kvcache_limit_percent_set(instance, percent=payload.percent, **common)
     return (202 if answer.status == "pending" else 200), answer
+
+
+@router.post("/{instance_id}/limit/automatic", auth=operator, response={200: InstanceOut, **ERRORS})
+def give_limit_back(request: HttpRequest, instance_id: InstanceId, payload: Empty) -> Any:
+    """The controller may move the limit again; a limit set by hand stays where it was put until then."""
+    hand_back(instance_by_id(instance_id), actor=caller_of(request).actor)
+    return instance_by_id(instance_id)
 
 
 @router.post("/{instance_id}/trim", auth=operator, response={200: TrimOut, 202: TrimOut, **ERRORS})

@@ -40,7 +40,7 @@ def _fields(payload: Any) -> dict[str, Any]:
     """Only what the caller sent: a field left out keeps its value, a null empties it."""
     fields: dict[str, Any] = payload.dict(exclude_unset=True)
     fields.pop("expected_revision", None)
-    return fields
+    return fields | (fields.pop("memory_policy", None) or {})
 
 
 @router.get("", response={200: list[ModelOut], **ERRORS})

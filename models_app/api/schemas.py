@@ -150,6 +150,7 @@ class LimitState(Schema):
 
     limit_bytes: int | None
     effective_limit_bytes: int | None
+    automatic: bool = Field(description="The controller may move it; False: set by hand.")
     status: str
     message: str
     revision: int
@@ -168,6 +169,7 @@ class LimitState(Schema):
         return cls(
             limit_bytes=instance.limit_bytes,
             effective_limit_bytes=instance.effective_limit_bytes,
+            automatic=instance.limit_automatic,
             status=instance.limit_status,
             message=instance.limit_message,
             revision=instance.limit_revision,

@@ -11,6 +11,7 @@ from models_app.api import errors
 from models_app.api.admin_routes import router as admin_routes
 from models_app.api.auth import admin, operator, viewer
 from models_app.api.instances import router as instances
+from models_app.api.memory import router as memory
 from models_app.api.models import router as models
 
 api = NinjaAPI(
@@ -24,6 +25,8 @@ api = NinjaAPI(
     docs=Swagger(settings={"persistAuthorization": True}),
 )
 errors.install(api)
+# Before /models, whose paths take any name.
+api.add_router("", memory, auth=viewer, tags=["KV memory"])
 api.add_router("/models", models, auth=viewer, tags=["models"])
 api.add_router("/instances", instances, auth=viewer, tags=["instances"])
 api.add_router("", gpu_reads, auth=viewer, tags=["hosts and GPUs"])
