@@ -22,6 +22,7 @@ from models_app.services import placement, specs
 from models_app.services.audit import audit, audited
 from models_app.services.placement import Placement, Wish
 from models_app.services.requeue import requeue
+from models_app.services.shares import first_share
 from models_app.services.stop import instance_stop_begin
 from models_app.states import HAS_PROCESS, DesiredState, InstanceState, Stage
 
@@ -148,6 +149,7 @@ def replica_make(model: Model, index: int, *, actor: str, asked: dict[str, Any] 
         created_by=actor[:150],
         placement_wish=asked or {},
         limit_bytes=limit,
+        limit_automatic=not limit,
         limit_revision=1 if limit else 0,
         limit_set_by=actor[:150] if limit else "",
         reason="Waits to be placed.",
@@ -176,6 +178,9 @@ def instance_place(instance_id: int) -> bool:
         if not found.decision.gpus:
             return _not_placed(row, found)
         host = hosts[found.decision.gpus[0].host]
+        uuids = [gpu.uuid for gpu in found.decision.gpus]
+        share = first_share(row, uuids, found.need) if row.limit_automatic else None
+        first = {"limit_bytes": share, "limit_revision": row.limit_revision + 1, "limit_set_by": "controller"}
         moved = transitions.move(
             row.pk,
             S.SCHEDULED,
@@ -183,9 +188,10 @@ def instance_place(instance_id: int) -> bool:
             reason=found.decision.reason,
             event_facts={"need_bytes": found.need.total_bytes, "measured": found.need.measured},
             host=host,
-            gpu_uuids=[gpu.uuid for gpu in found.decision.gpus],
+            gpu_uuids=uuids,
             reserved_bytes=found.need.total_bytes,
             stage=Stage.QUEUED,
+            **(first if share else {"limit_bytes": None} if row.limit_automatic else {}),
         )
         if moved:
             dispatch.send_on_commit(dispatch.START, row.pk, queue=host.queue)

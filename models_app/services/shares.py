@@ -1,0 +1,30 @@
+"""The limit with which an instance starts beside others.
+
+vLLM sizes its pool as if the card were empty, so two neighbours would each believe that they own most of it until somebody
+sets a limit. Where the controller rules a card, a newcomer gets what nobody else holds, at least what it needs to make
+progress, before it serves; the controller raises it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpus_app.models import GpuPolicy
+from gpus_app.policies.fit import Need
+from models_app.models import Instance
+from models_app.services.cards import cards
+
+
+def first_share(row: Instance, uuids: Sequence[str], need: Need) -> int | None:
+    """Bytes per GPU of the first limit; None when it is alone on its cards, or nobody divides them."""
+    if not row.model.kvcached:
+        return None
+    rooms = []
+    for card in cards(uuids).values():
+        others = [one for one in card.rows if one.id != row.pk]
+        if card.policy.rebalance != GpuPolicy.Rebalance.ON or not any(one.elastic for one in others):
+            continue
+        view = card.view
+        claimed = sum(one.held_bytes for one in others)
+        rooms.append(view.total_bytes - view.kept_bytes - view.foreign_bytes - claimed - need.baseline_bytes)
+    return max(min(rooms), need.kv_bytes) if rooms else None
