@@ -44,11 +44,10 @@ class HintSender(Protocol):
     """What ``settings.SARDEENZ_HINT_SENDER`` names: a callable that wakes a reconciler early. It may raise anything.
 
     Kinds: ``ended`` (the guardian recorded the end of an engine, or its process is gone), ``drift`` (a foreign writer
-    changed the limit in the segment), ``lost`` (the segment vanished under a live engine), ``gpu`` (a GPU's state
-    changed; ``instance_id`` is None).
+    changed the limit in the segment, or deleted it), ``gpu`` (a GPU's state changed; ``instance_id`` is None).
     """
 
-    def __call__(self, kind: str, *, host: str, instance_id: int | None, detail: str) -> None: ...
+    def __call__(self, kind: str, *, host: str, instance_id: int | None = None) -> None: ...
 
 
 def hint_sender(dotted_path: str) -> HintSender:

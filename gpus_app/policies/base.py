@@ -60,7 +60,7 @@ class GpuView:
 class InstanceView:
     """One instance on one card: readings, rules and what may be done with it.
 
-    ``adjustable`` says that its limit can be changed now (elastic, ready, answering). What is not adjustable (starting,
+    ``adjustable`` says that its limit can be changed now (with kvcached, ready, answering). What is not (starting,
     asleep, without kvcached) holds the larger of ``reserved_bytes`` and what it has. ``evictable_bytes`` is the part of
     ``used_bytes`` that is only cached prefixes (0 when not known); ``used_bytes`` is as the segment says.
     """
@@ -77,6 +77,7 @@ class InstanceView:
     capacity_bytes: int = 0
     bundle_bytes: int = 2 * MIB
     floor_bytes: int = 0
+    full_context_bytes: int = 0  # limit at which one request of the longest allowed length fits; 0: not known
     reserved_bytes: int = 0
     running: int = 0
     waiting: int = 0
@@ -106,6 +107,11 @@ class InstanceView:
         return self.running == 0 and self.waiting == 0
 
     @property
+    def elastic(self) -> bool:
+        """Whether a policy can move its limit: it may, and both bounds of a move are known."""
+        return self.adjustable and not self.asleep and self.capacity_bytes > 0 and self.bundle_bytes > 0
+
+    @property
     def lowest_bytes(self) -> int:
         """The limit that no policy goes under: guarantee, floor, two bundles; in whole bundles, at most capacity."""
         wanted = max(self.guarantee_bytes, self.floor_bytes, 2 * self.bundle_bytes)
@@ -120,7 +126,7 @@ class InstanceView:
     @property
     def held_bytes(self) -> int:
         """What the instance has or may take without asking anyone: its claim on the card."""
-        if not self.adjustable:
+        if not self.elastic:
             return max(self.reserved_bytes, self.resident_bytes)
         return self.baseline_bytes + max(self.limit_bytes, self.footprint_bytes)
 
@@ -130,8 +136,7 @@ class Step:
     """One change of one instance.
 
     ``from_bytes``/``to_bytes``: limits for LOWER and RAISE, footprint for TRIM, resident bytes for SLEEP and STOP.
-    ``expected_bytes`` is what NVML should show as freed by this step (negative for what a raise may take later: never;
-    a raise frees 0).
+    ``expected_bytes`` is what NVML should show as freed by this step; a raise frees nothing.
     """
 
     kind: StepKind
