@@ -8,11 +8,27 @@ from celery import shared_task
 from django.conf import settings
 
 from models_app import broker, dispatch, route_table, worker
-from models_app.services import control, demand, kvcache, launch, operations, rebalancing, reconcile, sleep, stop
+from models_app.services import (
+    control,
+    demand,
+    kvcache,
+    launch,
+    operations,
+    presets,
+    rebalancing,
+    reconcile,
+    rollout,
+    room,
+    sleep,
+    stop,
+)
 from models_app.services.probe import PROBE_EVERY_S, instance_probe
 from models_app.services.start import instance_start
 
 worker.connect()
+
+#: Modules whose handlers the operations of this worker need: importing them registers these.
+HANDLERS_FROM = (presets, rollout, room)
 
 #: Seconds. Far under the broker's visibility timeout (600 s), so that no task is delivered again while it runs.
 QUICK = {"soft_time_limit": 25, "time_limit": 30}

@@ -10,6 +10,7 @@ from gpus_app.api import write_router as gpu_writes
 from models_app.api import errors
 from models_app.api.admin_routes import router as admin_routes
 from models_app.api.auth import admin, operator, viewer
+from models_app.api.changes import router as changes
 from models_app.api.instances import router as instances
 from models_app.api.memory import router as memory
 from models_app.api.models import router as models
@@ -26,6 +27,7 @@ api = NinjaAPI(
 )
 errors.install(api)
 # Before /models, whose paths take any name.
+api.add_router("", changes, auth=viewer, tags=["changes"])
 api.add_router("", memory, auth=viewer, tags=["KV memory"])
 api.add_router("/models", models, auth=viewer, tags=["models"])
 api.add_router("/instances", instances, auth=viewer, tags=["instances"])

@@ -18,7 +18,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
-from models_app.services import usage
+from models_app.services import idle, usage
 from models_app.services.launch import instance_place, replica_make
 from models_app.services.operations import OPEN
 from models_app.services.requeue import requeue
@@ -39,7 +39,16 @@ _PRUNE_BATCH = 5000
 
 def reconcile_control() -> None:
     """One round; what fails is logged and does not keep the other parts from running."""
-    for part in (hosts_check, restarts_due, replicas_check, places_check, hints_repeat, usage.usage_fold, prune):
+    for part in (
+        hosts_check,
+        restarts_due,
+        replicas_check,
+        places_check,
+        hints_repeat,
+        idle.idle_check,
+        usage.usage_fold,
+        prune,
+    ):
         _run(part)
 
 

@@ -80,6 +80,14 @@ def _wish(
     return Wish.of(model, asked)
 
 
+def wish_elsewhere(model: Model, *, host: str | None = None, gpu_uuids: Sequence[str] | None = None) -> Wish:
+    """Where to, chosen by hand against what the model itself says. Raises InvalidInput."""
+    checked = _wish(model, None, host, gpu_uuids, False)
+    if gpu_uuids:
+        return checked
+    return Wish(host=host or checked.host)
+
+
 def _launch(model: Model, actor: str, replicas: int | None, wish: Wish) -> list[Instance]:
     locked = Model.objects.select_for_update(of=("self",)).select_related("host").get(pk=model.pk)
     wanted = replicas or locked.replicas

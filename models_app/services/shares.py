@@ -1,6 +1,6 @@
 """The limit with which an instance starts beside others.
 
-vLLM sizes its pool as if the card were empty, so two neighbours would each believe that they own most of it until somebody
+vLLM sizes its pool as if the card were empty: two neighbours would each believe that they own most of it until somebody
 sets a limit. Where the controller rules a card, a newcomer gets what nobody else holds, at least what it needs to make
 progress, before it serves; the controller raises it from there.
 """

@@ -1,0 +1,96 @@
+"""Move, edit without downtime, presets."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+from django.http import HttpRequest
+from ninja import Path, Router
+from pydantic import StringConstraints
+
+from gpus_app.api import ERRORS
+from models_app.api.auth import caller_of, operator
+from models_app.api.instances import InstanceId, instance_by_id
+from models_app.api.models import ServedName, model_named
+from models_app.api.schemas import Empty, OperationOut, Strict, Text
+from models_app.errors import NotFound
+from models_app.models import Preset
+from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
+from models_app.services.rollout import instance_move, model_roll
+
+router = Router()
+PresetName = Annotated[str, Path(max_length=64)]
+
+
+class MoveIn(Strict):
+    host: Text | None = None
+    gpu_uuids: list[Text] | None = None
+
+
+class PresetIn(Strict):
+    name: Annotated[Text, StringConstraints(min_length=1, max_length=64)]
+    replace: bool = False
+
+
+class PresetOut(Strict):
+    name: str
+    entries: list[dict[str, Any]]
+    created_by: str
+    updated_at: datetime
+
+
+class DiffOut(Strict):
+    """``act``: kept, create, start, change (with the fields), sleep or stop."""
+
+    name: str
+    act: str
+    fields: dict[str, Any]
+
+
+def _preset(name: str) -> Preset:
+    row = Preset.objects.filter(name=name).first() if "\x00" not in name else None
+    if row is None:
+        raise NotFound(f"There is no preset named {name!r}.")
+    return row
+
+
+@router.post("/instances/{instance_id}/move", auth=operator, response={202: OperationOut, **ERRORS})
+def move_instance(request: HttpRequest, instance_id: InstanceId, payload: MoveIn) -> Any:
+    """The successor starts on the other GPUs; when it is ready the old one drains. 409 when both do not fit at once."""
+    instance = instance_by_id(instance_id)
+    return 202, instance_move(instance, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids)
+
+
+@router.post("/models/{path:served_model_name}/roll", auth=operator, response={202: OperationOut, **ERRORS})
+def roll_model(request: HttpRequest, served_model_name: ServedName, payload: Empty) -> Any:
+    """Bring running instances to the saved options, one after another, without downtime."""
+    return 202, model_roll(model_named(served_model_name), actor=caller_of(request).actor)
+
+
+@router.get("/presets", response={200: list[PresetOut], **ERRORS})
+def list_presets(request: HttpRequest) -> Any:
+    return Preset.objects.all()
+
+
+@router.post("/presets", auth=operator, response={201: PresetOut, **ERRORS})
+def save_preset(request: HttpRequest, payload: PresetIn) -> Any:
+    """Keep what is deployed now under a name; 409 when the name is taken."""
+    return 201, preset_save(payload.name, actor=caller_of(request).actor, replace=payload.replace)
+
+
+@router.get("/presets/{name}/diff", response={200: list[DiffOut], **ERRORS})
+def show_diff(request: HttpRequest, name: PresetName) -> Any:
+    """What applying it would do."""
+    return preset_diff(_preset(name))
+
+
+@router.post("/presets/{name}/apply", auth=operator, response={202: OperationOut, **ERRORS})
+def apply_preset(request: HttpRequest, name: PresetName, payload: Empty) -> Any:
+    return 202, preset_apply(_preset(name), actor=caller_of(request).actor)
+
+
+@router.delete("/presets/{name}", auth=operator, response={204: None, **ERRORS})
+def delete_preset(request: HttpRequest, name: PresetName) -> Any:
+    preset_delete(_preset(name), actor=caller_of(request).actor)
+    return 204, None
