@@ -11,8 +11,8 @@ from models_app import broker, dispatch, route_table, worker
 from models_app.services import (
     control,
     demand,
-    kvcache,
     launch,
+    limit_apply,
     operations,
     presets,
     rebalancing,
@@ -73,12 +73,12 @@ def stop_step(instance_id: int, chain: str = "") -> None:
 
 @shared_task(name=dispatch.LIMIT, **SLOW)
 def limit(instance_id: int, chain: str = "") -> None:
-    _look(dispatch.LIMIT, kvcache.limit_apply, instance_id, chain, kvcache.CHECK_EVERY_S)
+    _look(dispatch.LIMIT, limit_apply.limit_apply, instance_id, chain, limit_apply.CHECK_EVERY_S)
 
 
 @shared_task(name=dispatch.TRIM, **SLOW)
 def trim(instance_id: int, request_id: str = "", actor: str = "system") -> None:
-    kvcache.trim_apply(instance_id, request_id, actor)
+    limit_apply.trim_apply(instance_id, request_id, actor)
 
 
 @shared_task(name=dispatch.SLEEP, **SLOW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from models_app.errors import SardeenzError
 from models_app.models import AuditEntry
@@ -21,6 +22,11 @@ def audit(
         detail=detail[:1000],
         address=address,
     )
+
+
+def host_act_audit(*, actor: str, action: str, target: str, detail: str = "", **_: Any) -> None:
+    """An act on a host or GPU, as ``gpus_app.events.acted`` tells it: that app does not know this one."""
+    audit(actor, action, target, detail=detail)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from models_app.models import Instance, LaunchAttempt
 from models_app.services import leftovers
 from models_app.services.access import client, share_log, status_of
 from models_app.services.probe import end_found, instance_probe
+from models_app.services.ready import footprint_record
 from models_app.services.stop import instance_stop_begin
 from models_app.states import HAS_PROCESS, DesiredState, InstanceState, LimitStatus
 
@@ -125,6 +126,7 @@ def _back(row: Instance) -> None:
 
 
 def _ready(row: Instance) -> None:
+    footprint_record(row)
     if row.limit_bytes is not None and row.model.kvcached:
         unsettled = row.limit_acked_revision < row.limit_revision or row.limit_status in _UNSETTLED
         # Every ten seconds, settled or not: a foreign writer may have changed the segment without our knowing.

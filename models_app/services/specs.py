@@ -14,13 +14,14 @@ from models_app.models import Instance, LaunchAttempt, Model
 from models_app.services.leftovers import this_installation
 
 
-def spec_of(model: Model) -> EngineSpec:
-    """The model's saved options, as they are now."""
+def spec_of(model: Model, aliases: Sequence[str] | None = None) -> EngineSpec:
+    """The model's options, as they are now. ``aliases``: of a model that is not saved yet."""
+    names = [alias.name for alias in model.aliases.all()] if aliases is None else aliases
     return EngineSpec(
         model=model.model,
         source=model.source,
         hf_revision=model.hf_revision,
-        served_model_names=(model.served_model_name, *(alias.name for alias in model.aliases.all())),
+        served_model_names=(model.served_model_name, *names),
         max_model_len=model.max_model_len,
         dtype=model.dtype,
         quantization=model.quantization,
@@ -68,8 +69,8 @@ def sim_settings() -> dict[str, Any]:
     return {"sim_dir": str(settings.SARDEENZ_SIM_DIR), "speed": settings.SARDEENZ_SIM_SPEED}
 
 
-def preview(model: Model, host: Host | None) -> Command:
-    """The command of a launch that has not been made: free choices stand as readable placeholders' numbers."""
+def preview(model: Model, host: Host | None, aliases: Sequence[str] | None = None) -> Command:
+    """The command of a launch that has not been made: port, instance and attempt stand as 0."""
     gpus = list(Gpu.objects.filter(uuid__in=model.gpu_uuids)) if model.gpu_uuids else []
     context = LaunchContext(
         installation="0" * 8,
@@ -88,7 +89,7 @@ def preview(model: Model, host: Host | None) -> Command:
         versions=host.versions if host else {},
         sim=sim_settings(),
     )
-    return engine_of(host).command(spec_of(model), context)
+    return engine_of(host).command(spec_of(model, aliases), context)
 
 
 def unusable_hosts(model: Model) -> dict[str, str]:

@@ -48,6 +48,7 @@ CONTROL_CALL_LIMIT_S = env_float("SARDEENZ_CONTROL_CALL_LIMIT_S", 10.0, minimum=
 PLACE_LIMIT_S = env_float("SARDEENZ_PLACE_LIMIT_S", 300.0, minimum=1.0)  # pending with no room, until it fails
 START_GRACE_S = env_float("SARDEENZ_START_GRACE_S", 15.0, minimum=2.0)  # claimed, but no engine process yet
 ROUTE_GRACE_S = env_float("SARDEENZ_ROUTE_GRACE_S", 0.5)  # routers' time to hear that a route has gone
+WAKE_LIMIT_S = env_float("SARDEENZ_WAKE_LIMIT_S", 300.0, minimum=1.0)  # asked to answering
 WAKE_CALL_LIMIT_S = env_float("SARDEENZ_WAKE_CALL_LIMIT_S", 45.0, minimum=1.0, maximum=50.0)
 RESTART_RESET_S = env_float("SARDEENZ_RESTART_RESET_S", 600.0, minimum=1.0)  # ready so long: failures are forgotten
 EVENTS_KEEP_S = env_float("SARDEENZ_EVENTS_KEEP_S", 30 * 86400.0, minimum=3600.0)
