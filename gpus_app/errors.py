@@ -11,8 +11,16 @@ class GpuGone(ProbeError):
     """A GPU that was there has stopped answering or has left the bus."""
 
 
+class SegmentMissing(ProbeError):
+    """There is no file of that name in /dev/shm."""
+
+
 class SegmentInvalid(ProbeError):
     """A file in /dev/shm carries a segment's name but not a segment's content."""
+
+
+class SegmentUnreadable(ProbeError):
+    """The segment is there and may not be read (it belongs to another user)."""
 
 
 class ImpossiblePolicy(ValueError):
