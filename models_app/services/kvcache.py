@@ -155,7 +155,17 @@ def kvcache_safety_floor(instance: Instance) -> SafetyFloor:
 
 
 def _estimate(instance: Instance) -> SafetyFloor:
-    raise NotImplementedError
+    """By the architecture's facts, until the engine has told; two bundles are kvcached's hard minimum."""
+    facts = instance.model.facts or {}
+    bundle = facts.get("bundle_bytes")
+    return SafetyFloor(
+        safety_floor_bytes=facts.get("safety_floor_bytes"),
+        hard_minimum_bytes=2 * bundle if bundle else None,
+        full_context_floor_bytes=None,
+        bundle_bytes=bundle,
+        capacity_bytes=instance.capacity_bytes,
+        source="estimate",
+    )
 
 
 def _percent_bytes(instance: Instance, percent: float) -> int:
@@ -276,7 +286,9 @@ def _wait(row: Instance, revision: int, wanted: int, wait_s: float) -> LimitAnsw
             return _answer(row, {"status": LimitStatus.CONFLICT, "message": message, "requested_bytes": wanted})
         if time.monotonic() >= deadline:
             message = "The engine has not answered yet; the limit is sent again until it does."
-            return _answer(row, {"status": LimitStatus.PENDING, "message": message, "requested_bytes": wanted})
+            if row.limit_status == LimitStatus.UNAVAILABLE:
+                message = row.limit_message
+            return _answer(row, {"status": row.limit_status, "message": message, "requested_bytes": wanted})
         time.sleep(_POLL_S)
     wire = row.limit_answer.get("limit", {})
     return _answer(row, wire | {"requested_bytes": wanted})

@@ -76,7 +76,7 @@ def test_model_that_was_never_launched_is_stopped() -> None:
 
 
 def test_only_valid_keys_and_only_digests_are_in_the_table() -> None:
-    key, token = make_key(name="ci", models=[make_model(served_model_name="a")])
+    _key, token = make_key(name="ci", models=[make_model(served_model_name="a")])
     gone, _ = make_key(name="gone")
     api_key_revoke(gone, actor="test")
     old, _ = make_key(name="old")
