@@ -12,6 +12,7 @@ from django.conf import settings
 
 from gpus_app import services as gpu_services
 from gpus_app.models import Host
+from models_app.engines.simulated import VERSIONS as simulated_versions
 from models_app.engines.versions import detect_versions
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ def boot_id() -> str:
 def this_host_register() -> Host:
     """Enter this machine, or bring its row up to date, and say that its worker lives."""
     name = settings.SARDEENZ_HOST_NAME
-    versions: dict[str, Any] = dict(detect_versions(settings.SARDEENZ_VLLM))
+    simulated = settings.SARDEENZ_ENGINE == "simulated"
+    versions: dict[str, Any] = dict(simulated_versions if simulated else detect_versions(settings.SARDEENZ_VLLM))
     host = gpu_services.host_register(
         name,
         address=settings.SARDEENZ_HOST_ADDRESS,
