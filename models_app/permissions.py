@@ -44,7 +44,7 @@ def role_of(user: AbstractBaseUser | AnonymousUser) -> Role | None:
 
 
 def role_at_least(role: str | None, wanted: Role) -> bool:
-    return role in ROLES and ROLES.index(cast("Role", role)) >= ROLES.index(wanted)
+    return role in ROLES and ROLES.index(role) >= ROLES.index(wanted)
 
 
 def may(user: AbstractBaseUser | AnonymousUser, wanted: Role) -> bool:
@@ -70,7 +70,7 @@ def require_role(wanted: Role) -> Callable[[View[P]], View[P]]:
                 raise PermissionDenied(f"This needs the role {wanted}; yours is {role}.")
             return view(request, *args, **kwargs)
 
-        return guarded
+        return cast("View[P]", guarded)
 
     return decorate
 

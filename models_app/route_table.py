@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 import redis
@@ -59,7 +59,7 @@ def _clock(connection: redis.Redis | None) -> tuple[int, redis.Redis | None]:
     """Microseconds by Redis's clock, or by ours when it does not answer."""
     if connection is not None:
         try:
-            seconds, micros = cast("tuple[int, int]", connection.time())
+            seconds, micros = connection.time()
         except (redis.RedisError, OSError) as exc:
             log.warning("routes go to the file only: %s", exc)
         else:

@@ -247,7 +247,7 @@ def _write(
     """Write the wish; returns its revision. ``automatic``: whether the controller may move it from now on."""
     policy = getattr(row.model, "memory_policy", None)
     reclaim = reclaim or (policy.reclaim if policy else "wait")
-    hand = {} if automatic is None else {"limit_automatic": automatic}
+    hand: dict[str, Any] = {} if automatic is None else {"limit_automatic": automatic}
     later = _LATER.get(InstanceState(row.state))
     bound = wanted if row.capacity_bytes is None else min(wanted, row.capacity_bytes)
     message = f"It is {row.state}: the limit is kept and applied {later}." if later else "Asked; no answer yet."

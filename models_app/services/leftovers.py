@@ -134,7 +134,7 @@ def orphans_shown(host_names: Iterable[str]) -> list[Orphan]:
     if connection is None:
         return []
     try:
-        values: list[Any] = connection.mget([_key(name) for name in host_names])  # type: ignore[assignment]
+        values: list[Any] = connection.mget([_key(name) for name in host_names])
     except (redis.RedisError, OSError) as exc:
         log.warning("orphans not read: %s", exc)
         return []
@@ -168,7 +168,8 @@ def run_dirs_prune() -> int:
     removed = 0
     for pk, folder in folders.items():
         if pk in ended:
-            old = ended[pk] is not None and ended[pk] < before and pk not in newest
+            at = ended[pk]
+            old = at is not None and at < before and pk not in newest
         else:
             old = time.time() - folder.stat().st_mtime > settings.RUNS_KEEP_S
         if old and not process.members(folder):

@@ -86,7 +86,7 @@ def _look(row: Instance) -> bool:
         transitions.note(
             row.pk,
             "drift",
-            f"Somebody else set the limit to {gib(own.get('limit_bytes'))}; {gib(row.limit_bytes)} is put back.",
+            f"Somebody else set the limit to {gib(own.get('limit_bytes') or 0)}; {gib(row.limit_bytes)} is put back.",
             facts={"found_bytes": own.get("limit_bytes"), "wanted_bytes": row.limit_bytes},
         )
         return _send(row)
@@ -107,7 +107,7 @@ def _look(row: Instance) -> bool:
 
 def _progress_message(state: LimitStatus, own: dict[str, Any]) -> str:
     if state is LimitStatus.APPLIED:
-        return f"In force: {gib(own.get('limit_bytes'))}."
+        return f"In force: {gib(own.get('limit_bytes') or 0)}."
     if state is LimitStatus.STARVED:
         return "A waiting request needs more than the limit: raise it, or end the request."
     return f"Shrinking: {gib(own.get('overage_bytes') or 0)} over the limit come back as requests end."

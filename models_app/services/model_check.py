@@ -218,7 +218,7 @@ def _engine(found: Judgement, candidate: Model, aliases: list[str], allow_risky:
     With a host chosen, by that host; else it is enough that one host takes it.
     """
     spec = specs.spec_of(candidate, aliases)
-    hosts = [candidate.host] if candidate.host else list(Host.objects.all())
+    hosts: list[Host | None] = [candidate.host] if candidate.host else [*Host.objects.all()]
     verdicts = [
         specs.engine_of(host).check(spec, host.versions if host else None, allow_risky=allow_risky)
         for host in hosts or [None]

@@ -80,7 +80,7 @@ def gpu_states(*, without: int | None = None, room_for: int | None = None) -> li
     gpus = list(Gpu.objects.select_related("host", "policy"))
     readings = _readings(gpus)
     held: dict[str, list[Instance]] = defaultdict(list)
-    for row in Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without):
+    for row in Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without or 0):
         for uuid in row.gpu_uuids:
             held[uuid].append(row)
     promised = _promised(room_for)
@@ -266,7 +266,7 @@ def _by_hand(model: Model, wish: Wish, states: list[GpuState]) -> Placement:
 
 
 def _replica_gpus(model: Model, without: int | None) -> frozenset[str]:
-    rows = Instance.objects.filter(model=model, state__in=OCCUPIES_GPU).exclude(pk=without)
+    rows = Instance.objects.filter(model=model, state__in=OCCUPIES_GPU).exclude(pk=without or 0)
     return frozenset(uuid for row in rows for uuid in row.gpu_uuids)
 
 

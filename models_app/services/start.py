@@ -12,6 +12,7 @@ from django.utils import timezone
 from gpus_app.models import Host
 from models_app import dispatch, transitions
 from models_app.engines import identity, process
+from models_app.engines.base import EngineSpec
 from models_app.engines.causes import Cause
 from models_app.engines.process import AlreadyLaunched, LaunchFailed, LaunchRecord, NoFreePort
 from models_app.models import Instance, LaunchAttempt, new_engine_token
@@ -129,7 +130,7 @@ def _free_port(host: Host) -> int:
 def _exec(row: Instance, attempt: LaunchAttempt) -> LaunchRecord:
     """Build the command from the spec that was recorded with the claim, and hand it to a guardian."""
     host = host_of(row)
-    spec = specs.EngineSpec.from_json(attempt.spec)
+    spec = EngineSpec.from_json(attempt.spec)
     command = specs.engine_of(host).command(spec, specs.context_of(row, attempt, host))
     attempt.argv = list(command.masked_argv)
     attempt.save(update_fields=["argv"])

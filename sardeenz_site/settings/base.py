@@ -17,7 +17,8 @@ from sardeenz_site.env import (
     env_str,
 )
 from sardeenz_site.settings.database import database_from_url
-from sardeenz_site.settings.paths import BASE_DIR, SARDEENZ_HOME
+from sardeenz_site.settings.paths import BASE_DIR
+from sardeenz_site.settings.paths import SARDEENZ_HOME as SARDEENZ_HOME  # a setting itself
 
 # --- this machine -------------------------------------------------------------------------------
 SARDEENZ_HOST_NAME = env_str("SARDEENZ_HOST_NAME", socket.gethostname().split(".")[0][:64])
