@@ -1,0 +1,310 @@
+"""From an engine's answer to the client's: streams piece by piece, other answers as they come, errors in one shape.
+
+Everything here happens after the answer's head has come, so nothing is tried again. ``Tally`` holds what was learnt on
+the way.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import orjson
+
+from models_app.router.config import RouterConfig
+from models_app.router.errors import Dialect, RouterError, UpstreamError
+from models_app.router.reply import Client, Header, Reply
+from models_app.router.sse import AnswerTail, Scanner
+from models_app.router.upstream import Connection
+from models_app.router.usage import Gaps
+
+#: Headers of an engine's answer that end here: of the connection, or set by us.
+_DROPPED = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"date",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"server",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"www-authenticate",
+        b"x-request-id",
+    }
+)
+_MAX_ERROR_BYTES = 64 * 1024
+
+
+class BrokenOff(Exception):
+    """The answer cannot be ended in order: the connection to the client must be closed as it is."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Times (monotonic) and counts of one request."""
+
+    started_at: float
+    sent_at: float = 0.0  # to the engine
+    waited_s: float = 0.0  # for the model
+    head_at: float = 0.0  # of the engine's answer
+    first_byte_at: float = 0.0
+    first_token_at: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    failed: str = ""  # why the answer is not what was asked for; empty when it is
+    gaps: Gaps | None = field(default=None)
+
+    def overhead_s(self, now: float) -> float:
+        """The router's own part of the time to the first byte."""
+        return max(0.0, self.sent_at - self.started_at - self.waited_s) + (now - self.head_at)
+
+
+class Relay:
+    """Carries one answer over."""
+
+    __slots__ = ("client", "config", "connection", "first_byte_s", "idle_s", "reply", "tally")
+
+    def __init__(
+        self,
+        connection: Connection,
+        reply: Reply,
+        client: Client,
+        tally: Tally,
+        config: RouterConfig,
+        *,
+        first_byte_s: float,
+        idle_s: float,
+    ) -> None:
+        self.connection = connection
+        self.reply = reply
+        self.client = client
+        self.tally = tally
+        self.config = config
+        self.first_byte_s = first_byte_s
+        self.idle_s = idle_s
+
+    async def run(self, *, strip_usage: bool) -> None:
+        """Raises BrokenOff when the engine died in an answer that is no event stream."""
+        connection = self.connection
+        connection.on_stall = self.client.leave
+        content_type = b""
+        length: bytes | None = None
+        headers: list[Header] = []
+        for name, value in connection.headers:
+            if name not in _DROPPED:
+                headers.append((name, value))
+                if name == b"content-type":
+                    content_type = value
+            elif name == b"content-length":
+                length = value
+            elif name == b"x-request-id":
+                self.reply.headers[0] = (name, value)
+        if connection.status >= 400:
+            await self._error(content_type, headers)
+        elif content_type.startswith(b"text/event-stream"):
+            await self._events(headers, strip_usage=strip_usage)
+        elif self.reply.started:  # a stream was promised while the client waited
+            raise RouterError(503, "engine_error", "The engine's answer is not a stream.", retry_after_s=2)
+        else:
+            if length is not None:
+                headers.append((b"content-length", length))
+            await self._whole(headers)
+
+    # --- an event stream -----------------------------------------------------------------------------------
+
+    async def _events(self, headers: list[Header], *, strip_usage: bool) -> None:
+        connection, reply, tally, idle_s = self.connection, self.reply, self.tally, self.idle_s
+        comment_s = self.config.comment_s
+        monotonic = time.monotonic
+        scanner = Scanner(strip_usage=strip_usage)
+        now = monotonic()
+        reply.sse = True
+        if not reply.started:
+            headers.append((b"x-accel-buffering", b"no"))
+            headers.append(self._overhead(now))
+            await reply.start(connection.status, headers)
+        connection.deadline = now + self.first_byte_s
+        connection.deadline_kind = "first_byte_timeout"
+        connection.beat_at = now + comment_s
+        send, feed = reply.send, scanner.feed
+        gaps: Gaps | None = None
+        last_at = 0.0
+        sent = 0
+        while True:
+            try:
+                block = await connection.block()
+            except UpstreamError as exc:
+                await self._died(exc, scanner)
+                break
+            if block is None:
+                await self._finish(scanner.rest())
+                break
+            now = monotonic()
+            connection.beat_at = now + comment_s
+            if not block:
+                if not scanner.inside:
+                    await reply.comment()
+                continue
+            connection.deadline = now + idle_s  # for the client to take it, too
+            out = feed(block)
+            if gaps is None:
+                tally.first_byte_at = tally.first_byte_at or now
+                connection.deadline_kind = "idle_timeout"
+                if scanner.content_seen:
+                    tally.first_token_at = now
+                    gaps = tally.gaps = Gaps()
+            else:
+                gaps.add(now - last_at)
+            last_at = now
+            if connection.at_end:
+                await self._finish(out + scanner.rest())
+                break
+            if out:
+                await send({"type": "http.response.body", "body": out, "more_body": True})
+                sent += len(out)
+                self._check_size(sent)
+                connection.deadline = monotonic() + idle_s
+        tally.prompt_tokens, tally.completion_tokens = scanner.prompt_tokens, scanner.completion_tokens
+        if scanner.failed:
+            tally.failed = tally.failed or "engine_error"
+
+    async def _finish(self, body: bytes) -> None:
+        self.client.let_go()
+        await self.reply.end(body)
+
+    async def _died(self, exc: UpstreamError, scanner: Scanner) -> None:
+        """The engine broke off: an event that says so, and an end without the dialect's own closing event."""
+        if scanner.ended:
+            await self._finish(b"")
+            return
+        self.tally.failed = exc.kind
+        if scanner.inside:
+            raise BrokenOff
+        self.client.let_go()
+        await self.reply.refuse(lost_midway(exc))
+
+    # --- an answer that is not a stream ---------------------------------------------------------------------------
+
+    async def _whole(self, headers: list[Header]) -> None:
+        connection, reply, tally = self.connection, self.reply, self.tally
+        tail = AnswerTail()
+        now = time.monotonic()
+        headers.append(self._overhead(now))
+        connection.deadline = now + self.idle_s
+        connection.deadline_kind = "idle_timeout"
+        await reply.start(connection.status, headers)
+        sent = 0
+        try:
+            while (block := await connection.block()) is not None:
+                tally.first_byte_at = tally.first_byte_at or time.monotonic()
+                tail.feed(block)
+                if connection.at_end:
+                    await self._finish(block)
+                    break
+                if block:
+                    await reply.write(block)
+                    sent += len(block)
+                    self._check_size(sent)
+                connection.deadline = time.monotonic() + self.idle_s
+            else:
+                await self._finish(b"")
+        except UpstreamError as exc:
+            tally.failed = exc.kind
+            raise BrokenOff from exc
+        tally.first_token_at = tally.first_byte_at
+        tally.prompt_tokens, tally.completion_tokens = tail.usage()
+
+    def _check_size(self, sent: int) -> None:
+        limit = self.config.max_response_bytes
+        if limit is not None and sent > limit:
+            self.tally.failed = "response_too_large"
+            raise BrokenOff
+
+    def _overhead(self, now: float) -> Header:
+        return b"x-sardeenz-overhead-ms", b"%.2f" % (self.tally.overhead_s(now) * 1000)
+
+    # --- an error ----------------------------------------------------------------------------------------------------
+
+    async def _error(self, content_type: bytes, headers: list[Header]) -> None:
+        """Pass an engine's error on in the dialect's shape, with its status; a refusal of our token is our fault."""
+        connection, reply = self.connection, self.reply
+        connection.deadline = time.monotonic() + self.idle_s
+        connection.deadline_kind = "idle_timeout"
+        body = b""
+        try:
+            while len(body) <= _MAX_ERROR_BYTES and (block := await connection.block()) is not None:
+                body += block
+        except UpstreamError as exc:
+            self.tally.failed = exc.kind
+        self.tally.failed = self.tally.failed or "engine_error"
+        self.tally.first_byte_at = time.monotonic()
+        status = connection.status
+        if status in (401, 403):
+            raise RouterError(
+                503, "engine_refused_router", "The engine did not accept the router's own token.", retry_after_s=5
+            )
+        error = engine_error(status, body)
+        if status == 503:
+            error.retry_after_s = _retry_after(headers)
+        if reply.started or not _has_shape(body, reply.dialect):
+            self.client.let_go()
+            await reply.refuse(error)
+            return
+        if status == 503 and not any(name == b"retry-after" for name, _ in headers):
+            headers.append((b"retry-after", b"2"))
+        headers.append((b"content-length", b"%d" % len(body)))
+        headers.append(self._overhead(time.monotonic()))
+        self.client.let_go()
+        await reply.whole(status, body, headers)
+
+
+def _retry_after(headers: list[Header]) -> float:
+    for name, value in headers:
+        if name == b"retry-after" and value.isdigit():
+            return float(value)
+    return 2.0
+
+
+def lost_midway(exc: UpstreamError) -> RouterError:
+    """What a client is told when its answer breaks off."""
+    if exc.kind.endswith("timeout"):
+        return RouterError(
+            503, "engine_timeout", "The engine fell silent in the middle of the answer.", retry_after_s=2
+        )
+    return RouterError(503, "engine_lost", "The engine ended in the middle of the answer.", retry_after_s=2)
+
+
+def _loads(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _has_shape(body: bytes, dialect: Dialect) -> bool:
+    data = _loads(body)
+    if not isinstance(data, dict) or not isinstance(data.get("error"), dict):
+        return False
+    return dialect is not Dialect.ANTHROPIC or data.get("type") == "error"
+
+
+def engine_error(status: int, body: bytes) -> RouterError:
+    """An engine's error, whatever its shape, as one of ours with the engine's own sentence."""
+    data = _loads(body)
+    message, code, param = "", None, None
+    if isinstance(data, dict):
+        inner = data.get("error")
+        holder = inner if isinstance(inner, dict) else data
+        message = str(holder.get("message") or holder.get("detail") or (inner if isinstance(inner, str) else ""))
+        code, param = holder.get("code"), holder.get("param")
+    elif body:
+        message = body[:500].decode("utf-8", "replace").strip()
+    return RouterError(
+        status,
+        code if isinstance(code, str) else "engine_error",
+        message or f"The engine answered with status {status}.",
+        param=param if isinstance(param, str) else None,
+    )
