@@ -55,7 +55,7 @@ class LaunchContext:
 
     ``initial_limit_bytes``: KV limit in force before the engine serves, per GPU. ``vllm_command``: ``SARDEENZ_VLLM``,
     split as a shell would. ``versions``: what ``versions.detect_versions(vllm_command)`` said. ``sim``: settings of the
-    simulated engine: ``sim_dir``, ``speed``, ``faults``, ``capacity_bytes``, all optional.
+    simulated engine: ``sim_dir``, ``speed``, ``faults``, ``gpu_bytes``, ``vllm_version`` …, all optional.
     """
 
     installation: str
