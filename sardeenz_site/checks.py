@@ -21,6 +21,8 @@ OTHER_NAMES = frozenset(
         "SARDEENZ_INITIAL_LIMIT_BYTES",
         "SARDEENZ_INSTANCE",
         "SARDEENZ_TEST_DB",
+        "SARDEENZ_TEST_ROOT",
+        "SARDEENZ_VENV",
     }
 )
 

@@ -67,25 +67,25 @@ def _gpu_metrics(records: list[dict[str, Any]]) -> Iterator[Metric]:
         for record, gpu in _gpus(records):
             if gpu.get(key) is not None:
                 labels = (record["host"], gpu["uuid"], str(gpu["index"]), gpu["name"])
-                gauge.add_metric(labels, gpu[key] * factor, timestamp=record["t"])
+                gauge.add_metric(labels, gpu[key] * factor)
         yield gauge
 
 
 def _instance_metrics(records: list[dict[str, Any]]) -> Iterator[Metric]:
     rows = [
-        ((record["host"], gpu["uuid"], row["name"], str(row["id"]), str(row["replica"])), row, record["t"])
+        ((record["host"], gpu["uuid"], row["name"], str(row["id"]), str(row["replica"])), row)
         for record, gpu in _gpus(records)
         for row in gpu.get("instances", ())
     ]
     for name, text, key, factor in INSTANCE_GAUGES:
         gauge = GaugeMetricFamily(f"sardeenz_instance_{name}", text, labels=INSTANCE_LABELS)
-        for labels, row, at in rows:
+        for labels, row in rows:
             if row.get(key) is not None:
-                gauge.add_metric(labels, row[key] * factor, timestamp=at)
+                gauge.add_metric(labels, row[key] * factor)
         yield gauge
     for name, text, key in INSTANCE_COUNTERS:
         counter = CounterMetricFamily(f"sardeenz_instance_{name}", text, labels=INSTANCE_LABELS)
-        for labels, row, _at in rows:
+        for labels, row in rows:
             if row.get(key) is not None:
                 counter.add_metric(labels, row[key])
         yield counter

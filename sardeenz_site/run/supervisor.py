@@ -106,7 +106,8 @@ class Supervisor:
         code, lines = await self._command("prepare", argv, env)
         if code != 0:
             told = [line for line in lines if line.strip()]
-            raise CannotStart(told[-1].removeprefix("CommandError: ") if told else "manage.py prepare failed.")
+            last = told[-1] if told else "manage.py prepare failed."
+            raise CannotStart(last.removeprefix("CommandError: ").removeprefix("Sardeenz cannot start: "))
         answer = json.loads(lines[-1])
         for line in answer["warnings"]:
             self._console.say(f"Note: {line}")

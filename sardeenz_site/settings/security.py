@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import tempfile
 from pathlib import Path
 
 from sardeenz_site.env import env_bool, env_int, env_list, env_secret, env_str
@@ -20,15 +21,14 @@ def secret_key(home: Path) -> str:
     if given is not None:
         return given
     file = home / "secret_key"
-    # Written beside it and linked into place: several processes start at once and must end with the same whole key.
-    mine = home / f".secret_key.{os.getpid()}"
     if not file.exists():
-        descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # Written beside it and linked into place: several processes start at once and must end with the same whole key.
+        descriptor, mine = tempfile.mkstemp(dir=home, prefix=".secret_key.")  # 0600
         with os.fdopen(descriptor, "w") as out:
             out.write(secrets.token_urlsafe(50))
         with contextlib.suppress(FileExistsError):
             file.hardlink_to(mine)
-        mine.unlink()
+        Path(mine).unlink()
     return file.read_text(encoding="utf-8").strip()
 
 

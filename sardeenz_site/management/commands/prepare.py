@@ -55,7 +55,7 @@ class Command(BaseCommand):
                 call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
                 password = first_admin() if make_admin else None
         except OperationalError as exc:
-            reason = str(exc).strip().splitlines()[-1]
+            reason = str(exc).strip().splitlines()[0]
             raise CommandError(f"The database of DATABASE_URL does not answer: {reason}") from exc
         if ask_broker:
             try:
