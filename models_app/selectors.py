@@ -15,6 +15,7 @@ from django.db.models import Q
 from django.utils import timezone
 
 from models_app import broker
+from models_app.engines.progress import tail
 from models_app.models import ApiKey, Instance, InstanceQuerySet, LaunchAttempt, Model
 from models_app.states import LIVE, InstanceState
 
@@ -23,7 +24,6 @@ log = logging.getLogger(__name__)
 #: vLLM's block, in tokens; kvcached keeps one block of the pool for itself.
 BLOCK_TOKENS = 16
 _LOG_LINES_MAX = 20_000
-_TAIL_STEP = 256 * 1024
 
 
 def instances_for_dashboard() -> InstanceQuerySet:
@@ -143,43 +143,19 @@ def log_key(attempt_id: int) -> str:
     return f"sardeenz:log:{attempt_id}"
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file, read from its end; empty when it is not there."""
-    wanted, data = max(lines, 0), b""
-    try:
-        with path.open("rb") as file:
-            position = file.seek(0, 2)
-            while position > 0 and data.count(b"\n") <= wanted:
-                step = min(_TAIL_STEP, position)
-                position -= step
-                file.seek(position)
-                data = file.read(step) + data
-    except OSError:
-        return []
-    return data.decode(errors="replace").splitlines()[-wanted:] if wanted else []
-
-
-def run_dir_log(run_dir: Path, lines: int) -> list[str]:
-    """The end of an attempt's log, over its rotation."""
-    lines = min(lines, _LOG_LINES_MAX)
-    newest = tail(run_dir / "engine.log", lines)
-    if len(newest) >= lines:
-        return newest
-    return tail(run_dir / "engine.log.1", lines - len(newest)) + newest
-
-
 def instance_log(instance: Instance, lines: int = 500, attempt: LaunchAttempt | None = None) -> list[str]:
     """The last ``lines`` lines of an attempt's log (default: the newest attempt), also after its end.
 
     On the instance's own host from the file; elsewhere what the host worker last left in Redis; then the tail that
     was stored when the attempt ended.
     """
+    lines = min(lines, _LOG_LINES_MAX)
     attempt = attempt or instance.attempt or instance.attempts.first()
     if attempt is None:
         return []
     run_dir = Path(attempt.run_dir)
     if attempt.host.name == settings.SARDEENZ_HOST_NAME and run_dir.is_dir():
-        return run_dir_log(run_dir, lines)
+        return tail(run_dir, lines)
     if not attempt.ended_at and (connection := broker.client()) is not None:
         try:
             stored = connection.get(log_key(attempt.pk))

@@ -13,6 +13,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors
 from models_app.engines.client import EngineClient
 from models_app.engines.process import Status, read_status
+from models_app.engines.progress import tail
 from models_app.models import Instance, LaunchAttempt
 from models_app.states import InstanceState
 
@@ -73,7 +74,7 @@ def share_log(attempt: LaunchAttempt) -> None:
     connection, folder = broker.client(), run_dir(attempt)
     if connection is None or folder is None:
         return
-    lines = selectors.run_dir_log(folder, _SHARED_LINES)
+    lines = tail(folder, _SHARED_LINES)
     try:
         connection.set(selectors.log_key(attempt.pk), "\n".join(lines), ex=_SHARED_S)
     except (redis.RedisError, OSError) as exc:

@@ -10,10 +10,11 @@ from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
-from models_app import dispatch, selectors, transitions
+from models_app import dispatch, transitions
 from models_app.engines import causes, process
 from models_app.engines.causes import Cause
 from models_app.engines.process import Status
+from models_app.engines.progress import tail
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import restart_policy
 from models_app.services.access import run_dir, start_waiting
@@ -28,7 +29,7 @@ _CAUSE_LINES = 4000
 
 def find_cause(folder: Path | None, status: Status | None) -> Cause:
     """Why an engine ended, by its log and exit record."""
-    lines = selectors.run_dir_log(folder, _CAUSE_LINES) if folder else []
+    lines = tail(folder, _CAUSE_LINES) if folder else []
     return causes.explain("\n".join(lines), status)
 
 
@@ -42,7 +43,7 @@ def attempt_close(attempt: LaunchAttempt | None, status: Status | None, cause: C
         "ended_at": ended,
         "exit_code": status.exit_code if status else None,
         "signal": status.signal if status else None,
-        "log_tail": "\n".join(selectors.run_dir_log(folder, _TAIL_LINES)) if folder else "",
+        "log_tail": "\n".join(tail(folder, _TAIL_LINES)) if folder else "",
     }
     if cause is not None:
         fields |= {"cause_code": cause.code[:64], "cause": cause.sentence[:1000], "advice": cause.advice[:1000]}

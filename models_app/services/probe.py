@@ -18,7 +18,7 @@ from models_app import dispatch, transitions
 from models_app.engines import process
 from models_app.engines.causes import Cause
 from models_app.engines.process import Status
-from models_app.engines.progress import Progress, read_progress
+from models_app.engines.progress import LogFollower, Progress
 from models_app.errors import EngineUnavailable
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import hosts, ready, sleep
@@ -43,20 +43,25 @@ def instance_probe(instance_id: int) -> bool:
     if row.state == S.STOPPING:
         dispatch.send(dispatch.STOP, row.pk, queue=host_of(row).queue)
         return False
-    if end_found(row, status):
-        return False
-    return _look_at_start(row, status) if row.state == S.STARTING else False
+    again = not end_found(row, status) and row.state == S.STARTING and _look_at_start(row, status)
+    if not again:
+        _forget(row)
+    return again
 
 
 def end_found(row: Instance, status: Status | None) -> bool:
     """Whether the engine has ended, or never came to be; it is failed with its cause. True: nothing more to see."""
-    folder = run_dir(row.attempt)
-    if status is None:
-        return _never_came(row)
+    found = _never_came(row) if status is None else _end_recorded(row, status)
+    if found:
+        _forget(row)
+    return found
+
+
+def _end_recorded(row: Instance, status: Status) -> bool:
     if status.ended:
         if status.stop_requested and row.state == S.DRAINING:
             return False
-        instance_fail(row, find_cause(folder, status), status=status)
+        instance_fail(row, find_cause(run_dir(row.attempt), status), status=status)
         return True
     if not status.engine_alive and not status.guardian_alive:
         instance_fail(row, _vanished(row), status=status)
@@ -95,7 +100,7 @@ def _look_at_start(row: Instance, status: Status | None) -> bool:
     folder = Path(row.attempt.run_dir)
     waking = row.stage == Stage.WAKING
     if not waking:
-        _report_progress(row, row.attempt, read_progress(folder))
+        _report_progress(row, row.attempt, _follow(row.attempt.pk, folder))
         share_log(row.attempt)
     if _over_time(row, row.attempt, waking):
         return False
@@ -105,12 +110,29 @@ def _look_at_start(row: Instance, status: Status | None) -> bool:
     return not ready.instance_ready(row, answer, waking=waking)
 
 
+#: What has been read of the logs of starts under way, so that a look reads only what is new; lost without harm.
+_followers: dict[int, LogFollower] = {}
+
+
+def _follow(attempt_id: int, folder: Path) -> Progress:
+    """How far the log has got. The log's *ready* is only *almost*: the state says when it is."""
+    follower = _followers.setdefault(attempt_id, LogFollower(folder))
+    follower.poll()
+    now = follower.now
+    return Progress(Stage.WARMING_UP, None, now.detail) if now.stage is Stage.READY else now
+
+
+def _forget(row: Instance) -> None:
+    if row.attempt_id is not None:
+        _followers.pop(row.attempt_id, None)
+
+
 def _report_progress(row: Instance, attempt: LaunchAttempt, progress: Progress) -> None:
     """Write the stage when it has changed; note when the download ended, since it does not count as loading."""
     if attempt.load_started_at is None and row.stage == Stage.DOWNLOADING and progress.stage != Stage.DOWNLOADING:
         attempt.load_started_at = timezone.now()
         attempt.save(update_fields=["load_started_at"])
-    fraction = None if progress.fraction is None else round(progress.fraction, 2)
+    fraction = None if progress.progress is None else round(progress.progress, 2)
     if (row.stage, row.stage_progress) != (progress.stage, fraction):
         transitions.report(row.pk, expected=S.STARTING, stage=progress.stage, stage_progress=fraction)
         row.stage, row.stage_progress = progress.stage, fraction

@@ -15,8 +15,9 @@ from gpus_app.models import Gpu
 from gpus_app.policies.base import gib
 from gpus_app.probes.segments import read_segment
 from models_app import dispatch, transitions
-from models_app.engines import memory_log
 from models_app.engines.client import EngineClient
+from models_app.engines.memory_log import read_memory
+from models_app.engines.progress import head
 from models_app.errors import EngineUnavailable
 from models_app.models import Instance, LaunchAttempt, MemoryProfile
 from models_app.services import placement
@@ -122,7 +123,7 @@ def _attempt_ready(row: Instance, attempt: LaunchAttempt) -> None:
     folder = run_dir(attempt)
     memory = dict(attempt.memory)
     if folder is not None:
-        memory |= memory_log.read_memory(folder)
+        memory |= read_memory(head(folder)).to_json()
     LaunchAttempt.objects.filter(pk=attempt.pk).update(ready_at=timezone.now(), memory=memory)
 
 
