@@ -28,6 +28,7 @@ SARDEENZ_VLLM = env_str("SARDEENZ_VLLM", "vllm")  # command that starts vLLM: a 
 SARDEENZ_ENGINE, SARDEENZ_ENGINE_REASON = choose_engine(
     env_choice("SARDEENZ_ENGINE", "auto", ("auto", "vllm", "simulated")), SARDEENZ_VLLM
 )
+SARDEENZ_HINT_SENDER = "models_app.hints.send_hint"  # whom the sampler tells that an engine ended or a limit changed
 SARDEENZ_RUN_DIR = env_path("SARDEENZ_RUN_DIR", SARDEENZ_HOME / "runs")
 SARDEENZ_MODEL_ROOTS = [Path(p) for p in env_list("SARDEENZ_MODEL_ROOTS", [str(SARDEENZ_HOME / "models")])]
 SARDEENZ_HF_HOME = env_str("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
