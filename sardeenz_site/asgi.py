@@ -18,12 +18,10 @@ from channels.security.websocket import AllowedHostsOriginValidator
 
 import gpus_app.ws_urls
 import models_app.ws_urls
+from sardeenz_site.router_asgi import mount
 from sardeenz_site.static_files import static_app
 
-try:  # while the rooms are being built side by side
-    from sardeenz_site.router_asgi import app as router_app
-except ImportError:
-    router_app = django_app
+router_app = mount()
 gpus_sockets = getattr(gpus_app.ws_urls, "websocket_urlpatterns", [])
 models_sockets = getattr(models_app.ws_urls, "websocket_urlpatterns", [])
 

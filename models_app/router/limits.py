@@ -2,8 +2,8 @@
 
 Each limit is a bucket that refills steadily on the monotonic clock, so there is no minute at whose turn an old count
 could go on blocking. Tokens are paid after the answer, when they are known: a key whose token bucket is empty waits
-until it has refilled above zero. Several router processes tell each other what they took (``take_debits`` and
-``apply_others``); between two exchanges, and with the broker away, each counts its own.
+until it has refilled above zero. Several router processes tell each other what they took (``peers``); between two
+exchanges, and with the broker away, each counts its own.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ class Limiter:
         debits: dict[int, tuple[int, int, int]] = {}
         stale_before = time.monotonic() - 3600.0
         for key_id, spending in list(self._keys.items()):
-            if spending.requests_due or spending.tokens_due or spending.inflight or spending.inflight_elsewhere:
+            if spending.requests_due or spending.tokens_due or spending.inflight:
                 debits[key_id] = (spending.requests_due, spending.tokens_due, spending.inflight)
                 spending.requests_due = spending.tokens_due = 0
-            elif spending.used_at < stale_before:
+            elif spending.used_at < stale_before and not spending.inflight_elsewhere:
                 del self._keys[key_id]
         return debits
 
@@ -152,8 +152,8 @@ class Limiter:
                 spending.requests_due += requests
                 spending.tokens_due += tokens
 
-    def apply_others(self, key_id: int, requests: int, tokens: int, inflight: int) -> None:
-        """What other processes took of this key since the last call, and what they have under way."""
+    def debit(self, key_id: int, requests: int, tokens: int) -> None:
+        """Another process took this much of the key's buckets."""
         spending = self._keys.get(key_id)
         if spending is None:
             return
@@ -161,4 +161,13 @@ class Limiter:
             spending.requests.level -= requests
         if spending.tokens is not None:
             spending.tokens.level -= tokens
+
+    def elsewhere(self, key_id: int, inflight: int) -> None:
+        """What the key has under way in other processes."""
+        spending = self._keys.get(key_id)
+        if spending is None:
+            if not inflight:
+                return
+            spending = self._keys[key_id] = Spending()
+            spending.used_at = time.monotonic()
         spending.inflight_elsewhere = inflight

@@ -196,6 +196,12 @@ class Door:
         elif len(self.queue) and (route.status == "failed" or route.refused or not route.on_demand):
             self._turn_away(not_ready(route))
 
+    def hear_of_elsewhere(self, inflight: int) -> None:
+        fewer = inflight < self.inflight_elsewhere
+        self.inflight_elsewhere = inflight
+        if fewer:
+            self._let_in()
+
     def ask_for_model(self) -> None:
         """Send the wish once per need; while somebody waits, say it again now and then."""
         if self._demand is None or self._demand.done():
@@ -295,6 +301,19 @@ class Doors:
             door.follow(route)
             if route is None and not door.inflight:
                 del self._doors[name]
+
+    def capped(self) -> dict[str, int]:
+        """Requests inside, of models with a concurrency cap: what other router processes must know of."""
+        return {
+            name: door.inflight
+            for name, door in self._doors.items()
+            if door.route.max_concurrency is not None and door.inflight
+        }
+
+    def elsewhere(self, inflight: dict[str, int]) -> None:
+        """What other router processes have inside."""
+        for name, door in self._doors.items():
+            door.hear_of_elsewhere(inflight.get(name, 0))
 
     async def demand(self, name: str) -> None:
         """Tell the control side. It may be away: those who wait go on waiting, and it is told again."""

@@ -1,0 +1,277 @@
+"""What connects a router process to the rest: routes in, usage, wishes and notable events out. No Django here.
+
+Routes come from Redis, by message and by timer, and from the file beside it while Redis is away. Everything that goes
+out may fail for as long as the broker is away: requests are answered on, usage adds up in memory, wishes are repeated
+while somebody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from models_app.router.peers import Peers
+from models_app.router.table import BadSnapshot, RouteTable, TableSource
+from models_app.router.usage import UsageRecord
+
+if TYPE_CHECKING:
+    from models_app.router.app import RouterApp
+
+log = logging.getLogger(__name__)
+
+ROUTES_KEY = "sardeenz:routes"
+ROUTES_CHANNEL = "sardeenz:routes.changed"
+PEERS_CHANNEL = "sardeenz:router.peers"
+USAGE_LIST = "sardeenz:usage"
+EVENTS_LIST = "sardeenz:router.events"
+DEMAND_TASK = "models_app.demand"
+DEMAND_QUEUE = "control"
+
+_POLL_S = 2.0
+_TELL_PEERS_S = 1.0
+_RECONNECT_S = 1.0
+_USAGE_LIST_LENGTH = 10_000
+_EVENTS_LIST_LENGTH = 500
+_DEMAND_EXPIRES_S = 60
+
+
+class RouterFeed:
+    """``start`` once the loop runs; ``stop`` before it ends. ``redis_url`` None: the file alone is read."""
+
+    def __init__(
+        self, source: TableSource, *, file: Path, redis_url: str | None, celery_url: str | None = None
+    ) -> None:
+        self.source = source
+        self.file = file
+        self._redis_url = redis_url
+        self._celery_url = celery_url or redis_url
+        self._client: aioredis.Redis | None = None
+        self._celery: Any = None
+        self._peers: Peers | None = None
+        self._changed = asyncio.Event()
+        self._events: deque[dict[str, Any]] = deque(maxlen=100)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last: dict[str, Any] = {}
+        self._file_stamp: tuple[int, int] = (0, 0)
+        self._away = False
+        self._complaint = ""
+
+    # --- life ------------------------------------------------------------------------------------------------
+
+    def start(self, app: RouterApp) -> None:
+        """Reads the file at once, so that a router serves before it has reached Redis."""
+        self.read_file()
+        if self._redis_url is not None:
+            self._client = aioredis.Redis.from_url(
+                self._redis_url,
+                socket_timeout=2,
+                socket_connect_timeout=1,
+                retry=Retry(NoBackoff(), 1),
+                health_check_interval=30,
+            )
+            self._peers = Peers(f"{os.uname().nodename}:{os.getpid()}", app.limiter, app.doors)
+        jobs = [self._poll()]
+        if self._client is not None:
+            jobs += [self._listen(), self._tell_peers()]
+        self._tasks = [asyncio.get_running_loop().create_task(job) for job in jobs]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._client is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await self._client.aclose()
+            self._client = None
+
+    # --- routes in ---------------------------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        while True:
+            await self.refresh()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await self._changed.wait()
+            self._changed.clear()
+
+    async def refresh(self) -> None:
+        """Take what Redis holds; the file when Redis is away, empty or behind."""
+        data = None
+        if self._client is not None:
+            try:
+                data = await self._client.get(ROUTES_KEY)
+            except (RedisError, OSError) as exc:
+                self._note_away(exc)
+            else:
+                self._note_back()
+        if isinstance(data, bytes):
+            self.take(data, newest=True)
+        else:
+            self.read_file()
+
+    def read_file(self) -> None:
+        """The file's table, if it was written since the last look and is newer than the one in use."""
+        try:
+            status = self.file.stat()
+            stamp = (status.st_mtime_ns, status.st_ino)
+            if stamp == self._file_stamp:
+                return
+            data = self.file.read_bytes()
+        except OSError:
+            return
+        self._file_stamp = stamp
+        self.take(data, newest=False)
+
+    def take(self, data: bytes, *, newest: bool) -> None:
+        """Use this snapshot. One that cannot be read leaves the table in use as it is.
+
+        ``newest``: it comes from where writers are put in order, so it is taken whatever its version says (a clock
+        may have been set back); else an older version than the one in use is ignored.
+        """
+        try:
+            snapshot = orjson.loads(data)
+            if not isinstance(snapshot, dict):
+                raise BadSnapshot("route snapshot: not an object")
+            current = self.source.table
+            if current is not None and not newest and snapshot.get("version", 0) < current.version:
+                return
+            if current is not None and all(snapshot.get(name) == self._last.get(name) for name in _PARTS):
+                self.source.heard(float(snapshot["at"]))
+                return
+            table = RouteTable.from_snapshot(snapshot)
+        except (orjson.JSONDecodeError, BadSnapshot, KeyError, TypeError, ValueError) as exc:
+            if str(exc) != self._complaint:
+                self._complaint = str(exc)
+                log.error("routes not taken, the ones in use stay: %s", exc)
+            return
+        self._complaint = ""
+        self._last = {name: snapshot.get(name) for name in _PARTS}
+        self.source.swap(table)
+
+    async def _listen(self) -> None:
+        """Changes as they happen. A message lost, or a listener cut off, costs one turn of the timer."""
+        while True:
+            try:
+                await self._hear()
+            except (RedisError, OSError) as exc:
+                self._note_away(exc)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _hear(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            await pubsub.subscribe(ROUTES_CHANNEL, PEERS_CHANNEL)
+            self._changed.set()  # what changed before we listened
+            while True:
+                message = await pubsub.get_message(timeout=5.0)
+                if message is None:
+                    continue
+                if message["channel"] == ROUTES_CHANNEL.encode():
+                    self._changed.set()
+                elif self._peers is not None:
+                    try:
+                        self._peers.hear(orjson.loads(message["data"]))
+                    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as exc:
+                        log.warning("message of another router not understood: %s", exc)
+
+    # --- out -----------------------------------------------------------------------------------------------------
+
+    async def _tell_peers(self) -> None:
+        while True:
+            await asyncio.sleep(_TELL_PEERS_S)
+            peers, client = self._peers, self._client
+            if peers is None or client is None:
+                return
+            peers.forget_silent()
+            message = peers.message()
+            try:
+                if message is not None:
+                    await client.publish(PEERS_CHANNEL, orjson.dumps(message))
+                await self._push_events(client)
+            except (RedisError, OSError) as exc:
+                peers.not_told()
+                self._note_away(exc)
+
+    async def _push_events(self, client: aioredis.Redis) -> None:
+        if not self._events:
+            return
+        events = list(self._events)
+        async with client.pipeline(transaction=False) as pipeline:
+            pipeline.lpush(EVENTS_LIST, *(orjson.dumps(event) for event in events))
+            pipeline.ltrim(EVENTS_LIST, 0, _EVENTS_LIST_LENGTH - 1)
+            await pipeline.execute()
+        for _ in events:
+            self._events.popleft()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Kept until it can be told; the oldest is dropped past a hundred."""
+        self._events.append(event)
+
+    async def on_usage(self, records: list[UsageRecord]) -> None:
+        """One entry per batch. Raises when Redis does not take it; the router adds it to the next one."""
+        client = self._client
+        if client is None:
+            raise ConnectionError("no broker to tell usage to")
+        entry = orjson.dumps([record.to_json() for record in records])
+        try:
+            async with client.pipeline(transaction=True) as pipeline:
+                pipeline.rpush(USAGE_LIST, entry)
+                pipeline.ltrim(USAGE_LIST, -_USAGE_LIST_LENGTH, -1)
+                await pipeline.execute()
+        except (RedisError, OSError) as exc:
+            self._note_away(exc)
+            raise
+
+    async def on_demand(self, model: str) -> None:
+        """Send the task that wakes or loads a model. Raises when the broker does not take it."""
+        if self._celery_url is None:
+            raise ConnectionError("no broker to ask for a model")
+        await asyncio.to_thread(self._send_demand, model)
+
+    def _send_demand(self, model: str) -> None:
+        if self._celery is None:
+            from celery import Celery  # only a router that is asked for sleeping models pays for it
+
+            self._celery = Celery(set_as_current=False, fixups=[], broker=self._celery_url)
+            self._celery.conf.update(
+                task_ignore_result=True,
+                broker_transport_options={
+                    "socket_timeout": 5,
+                    "socket_connect_timeout": 2,
+                    "max_retries": 1,
+                    "interval_start": 0,
+                    "interval_step": 0.2,
+                },
+            )
+        self._celery.send_task(
+            DEMAND_TASK, args=[model], queue=DEMAND_QUEUE, expires=_DEMAND_EXPIRES_S, retry=False, ignore_result=True
+        )
+
+    # --- one line when it goes, one when it comes back -------------------------------------------------------------
+
+    def _note_away(self, exc: Exception) -> None:
+        if not self._away:
+            self._away = True
+            log.warning("Redis is away, going on with the routes and keys known: %s", exc)
+
+    def _note_back(self) -> None:
+        if self._away:
+            self._away = False
+            log.warning("Redis is back")
+
+
+_PARTS = ("models", "routes", "keys")
