@@ -66,7 +66,12 @@ def context_of(row: Instance, attempt: LaunchAttempt, host: Host) -> LaunchConte
 
 
 def sim_settings() -> dict[str, Any]:
-    return {"sim_dir": str(settings.SARDEENZ_SIM_DIR), "speed": settings.SARDEENZ_SIM_SPEED}
+    faults = settings.SARDEENZ_SIM_FAULTS
+    return {
+        "sim_dir": str(settings.SARDEENZ_SIM_DIR),
+        "speed": str(settings.SARDEENZ_SIM_SPEED),
+        "faults": None if faults == "none" else faults,
+    }
 
 
 def preview(model: Model, host: Host | None, aliases: Sequence[str] | None = None) -> Command:

@@ -37,6 +37,7 @@ SARDEENZ_SIM_GPUS = env_int("SARDEENZ_SIM_GPUS", 2, minimum=0, maximum=64)
 SARDEENZ_SIM_GPU_BYTES = env_bytes("SARDEENZ_SIM_GPU_BYTES", 80 * 1024**3)
 SARDEENZ_SIM_DIR = env_path("SARDEENZ_SIM_DIR", SARDEENZ_HOME / "simgpu" / SARDEENZ_HOST_NAME)
 SARDEENZ_SIM_SPEED = env_float("SARDEENZ_SIM_SPEED", 1.0, minimum=0.01, maximum=1000.0)
+SARDEENZ_SIM_FAULTS = env_str("SARDEENZ_SIM_FAULTS", "none")  # of simulated engines, to see how one copes
 SARDEENZ_MAX_INSTANCES = env_int("SARDEENZ_MAX_INSTANCES", 64, minimum=1, maximum=1000)
 
 # --- limits of time, all in seconds ----------------------------------------------------------------
