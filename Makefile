@@ -34,7 +34,7 @@ test-fast: dev
 	$(PYTEST) -q -n 2 --dist loadgroup -m "not slow and not browser and not engine and not gpu and not bench"
 
 test-postgres: dev
-	SARDEENZ_TEST_DB=postgres $(PYTEST) -q -n 2 --dist loadgroup -m "database and not slow and not browser and not engine and not gpu and not bench"
+	SARDEENZ_TEST_DB=postgres $(PYTEST) -q -n 2 --dist loadgroup -m "not slow and not browser and not engine and not gpu and not bench"
 
 test-slow: dev
 	$(PYTEST) -q -n 0 -m "(slow or browser) and not engine and not gpu and not bench"

@@ -54,6 +54,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(django_settings.POSTGRES_FOLDER, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """PostgreSQL is for tests that touch the database; the others have run already."""
+    if django_settings.TEST_DB != "postgres":
+        return
+    fixtures = {"db", "transactional_db", "django_db_reset_sequences", "live_server"}
+    kept = [i for i in items if i.get_closest_marker("django_db") or fixtures & {*getattr(i, "fixturenames", ())}]
+    config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    items[:] = kept
+
+
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Valkey, private to this test process."""

@@ -173,7 +173,7 @@ def test_debug_and_any_host_are_found_under_deploy(settings: Any) -> None:
 
 def names_in_code() -> set[str]:
     call = re.compile(r"\benv_(?:str|choice|bool|float|int|port|bytes|list|path|secret)\(\s*\"([A-Z][A-Z0-9_]+)\"")
-    sources = [p for p in (ROOT / "sardeenz_site").rglob("*.py")]
+    sources = (ROOT / "sardeenz_site").rglob("*.py")
     return {"SARDEENZ_ENV_FILE"} | {name for p in sources for name in call.findall(p.read_text())}
 
 
