@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 class Command(BaseCommand):
     help = "Read the GPUs and engines of this host every second, publish and record (one process per GPU host)."
+    # The checks import every page and form of the site: memory that this process would keep for nothing.
+    requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--looks", type=int, default=None, help="End after so many looks.")
