@@ -27,7 +27,7 @@ _LEASE_MS = 5000
 @functools.cache
 def _client(url: str) -> redis.Redis:
     return redis.Redis.from_url(
-        url, socket_timeout=2, socket_connect_timeout=1, retry=Retry(NoBackoff(), 1), health_check_interval=30
+        url, socket_timeout=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0), health_check_interval=30
     )
 
 
