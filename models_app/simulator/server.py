@@ -1,4 +1,4 @@
-"""The API server process: bind, start EngineCore, wait for it, serve, and end as ``vllm serve`` ends.
+"""The API server process up to the moment when the engine is ready: arguments, port, EngineCore, the wait for it.
 
 Signals as measured on vLLM 0.30 and 0.32: SIGTERM in the first moments ends the process at once; while the engine
 starts it is swallowed; afterwards it ends EngineCore (after ``--shutdown-timeout``) and then waits for open
@@ -8,33 +8,21 @@ exit code is 0 all the same.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from http import HTTPStatus
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models_app.simulator import core, logs
 from models_app.simulator.channel import READ_SIZE, Lines
 from models_app.simulator.config import Config
 from models_app.simulator.facts import ModelError
 
-if TYPE_CHECKING:
-    from models_app.simulator.client import EngineClient
-
 #: Imports of the real thing take longer; this much is shown of them.
 IMPORT_S = 0.3
-#: vLLM looks after a dead engine every five seconds; measured from the death, 4.2 to 5.0 s.
-WATCHDOG_S = 4.6
-SHORTEST_WATCHDOG_S = 0.6
-BACKLOG = 2048
 LOGO = (
     "",
     "       █     █     █▄   ▄█",
@@ -75,19 +63,14 @@ def main(argv: list[str], started: float) -> int:
         os._exit(_flushed(core.run(config, theirs)))
     theirs.close()
     _ignore_sigterm_while_starting(config)
-    from models_app.simulator import client as client_module
+    from models_app.simulator import serving
 
     faults = config.open_faults()
     ready = _wait_until_ready(ours)
     if ready is None:
-        return _core_failed(log, pid, client_module.reap)
+        return _core_failed(log, pid)
     faults.replace(ready["faults"])
-
-    async def serve() -> int:
-        client = client_module.EngineClient(config, ours, pid, log, faults)
-        return await Server(config, client, log, listener).run(ready)
-
-    return asyncio.run(serve())
+    return serving.serve(config, ours, pid, log, faults, listener)
 
 
 def _flushed(code: int) -> int:
@@ -135,10 +118,8 @@ def _wait_until_ready(connection: socket.socket) -> dict[str, Any] | None:
                 return message
 
 
-def _core_failed(log: logs.Log, pid: int, reap: Any) -> int:
-    while (code := reap(pid)) is None:
-        time.sleep(0.01)
-    failed = {"EngineCore": code}
+def _core_failed(log: logs.Log, pid: int) -> int:
+    failed = {"EngineCore": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
     _print_traceback(
         log, f"RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {failed}"
     )
@@ -168,143 +149,3 @@ def _model_error(log: logs.Log, error: ModelError) -> int:
 
 def _print_traceback(log: logs.Log, error: str) -> None:
     log.raw("\n".join(("Traceback (most recent call last):", *_FRAMES, error)))
-
-
-class _UvicornLog(logging.Handler):
-    """uvicorn's lines in uvicorn's format, with vLLM's prefix (0.30; 0.32 has none)."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__()
-        self._prefix = prefix
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:
-            address, method, path, version, status = record.args
-            phrase = HTTPStatus(int(str(status))).phrase
-            message = f'{address} - "{method} {path} HTTP/{version}" {status} {phrase}'
-        logs.write(f"{self._prefix}{record.levelname + ':':9} {message}\n")
-
-
-class Server:
-    """HTTP from the moment when the engine is ready."""
-
-    def __init__(self, config: Config, client: EngineClient, log: logs.Log, listener: socket.socket) -> None:
-        self._config = config
-        self._client = client
-        self._log = log
-        self._listener = listener
-        self._ending: asyncio.Task[None] | None = None
-
-    async def run(self, ready: dict[str, Any]) -> int:
-        """Serve until a signal or the engine's death. Returns the exit code."""
-        import uvicorn
-
-        config, log = self._config, self._log
-        await self._client.start()
-        app = self._application()
-        if app is None:
-            await self._client.shutdown(0)
-            return 1
-        prefix = log.prefix if config.version < (0, 32) else ""
-        for name in ("uvicorn.error", "uvicorn.access"):
-            logger = logging.getLogger(name)
-            logger.handlers = [_UvicornLog(prefix)]
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
-
-        class Quiet(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                # Signals are ours: they end the engine first.
-                yield
-
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=config.access_log,
-            lifespan="on",
-            loop="asyncio",
-            ws="none",
-            backlog=BACKLOG,
-        )
-        server = Quiet(settings)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number, server)
-        watchdog = asyncio.create_task(self._watch(server))
-        log.say("entry.py:139", f"Starting vLLM server on http://{config.host}:{config.port}")
-        await server.serve(sockets=[self._listener])
-        watchdog.cancel()
-        if self._ending:
-            await self._ending
-        return 0
-
-    def _application(self) -> Any:
-        """The application inside its middleware; None when a middleware cannot be had: found out only now, as in
-        vLLM.
-        """
-        from models_app.simulator import pretend
-        from models_app.simulator.app import App
-
-        config, log = self._config, self._log
-        app = App(self._client)
-        faults = self._client.faults
-        for path, methods in app.route_table():
-            log.say("launcher.py:70", f"Route: {path}, Methods: {methods}")
-        outermost: Any = app
-        wanted = [path for path in config.middleware if not path.endswith(".KVCacheMiddleware")]
-        for path in wanted:
-            try:
-                outermost = _imported(path)(outermost)
-            except (ImportError, AttributeError, ValueError) as error:
-                _print_traceback(log, f"{type(error).__name__}: {error}")
-                return None
-        if "no_addon" not in faults:
-            from models_app.kvcache_addon.middleware import KVCacheMiddleware
-            from models_app.simulator.backend import SimBackend
-
-            pretend.install_versions(config.vllm_version, config.kvcached_version if config.kvcached else "", log)
-            outermost = KVCacheMiddleware(outermost, SimBackend(app.state, config))
-
-        async def application(scope: Any, receive: Any, send: Any) -> None:
-            # As Starlette does, so that middleware finds the application's state.
-            scope["app"] = app
-            await outermost(scope, receive, send)
-
-        return application
-
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    def _on_signal(self, _number: int, server: Any) -> None:
-        if "ignore_sigterm" in self._client.faults or self._ending:
-            return
-        self._ending = asyncio.create_task(self._shut_down(server))
-
-    async def _shut_down(self, server: Any) -> None:
-        log, timeout = self._log, self._config.shutdown_timeout_s
-        log.say("launcher.py:129", "[shutdown] API server: shutdown triggered")
-        mode = "abort" if not timeout else "wait"
-        log.say("launcher.py:145", f"[shutdown] API server: stopping engine client mode={mode} timeout={timeout:g}s")
-        await self._client.shutdown(timeout)
-        log.say("launcher.py:154", "[shutdown] API server: engine client stopped")
-        log.say("launcher.py:157", "[shutdown] API server: signalling HTTP server shutdown")
-        log.say("launcher.py:179", "[shutdown] API server: shutting down FastAPI HTTP server")
-        server.should_exit = True
-
-    async def _watch(self, server: Any) -> None:
-        await self._client.died.wait()
-        await self._client.core_ended.wait()
-        if not self._ending:
-            await asyncio.sleep(max(SHORTEST_WATCHDOG_S, WATCHDOG_S / self._config.speed))
-            server.should_exit = True
-
-
-def _imported(path: str) -> Any:
-    import importlib
-
-    module, _, name = path.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    if not isinstance(found, type):
-        raise ValueError(f"Invalid middleware {path}. Must be a class.")
-    return found
