@@ -16,32 +16,28 @@ from channels.auth import AuthMiddlewareStack
 from channels.routing import URLRouter
 from channels.security.websocket import AllowedHostsOriginValidator
 
-import gpus_app.ws_urls
-import models_app.ws_urls
+from models_app.ws_urls import websocket_urlpatterns
 from sardeenz_site.router_asgi import mount
 from sardeenz_site.static_files import static_app
-
-router_app = mount()
-gpus_sockets = getattr(gpus_app.ws_urls, "websocket_urlpatterns", [])
-models_sockets = getattr(models_app.ws_urls, "websocket_urlpatterns", [])
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+_router = mount()
 _static = static_app(django_app)
-_sockets = AllowedHostsOriginValidator(AuthMiddlewareStack(URLRouter([*models_sockets, *gpus_sockets])))
+_sockets = AllowedHostsOriginValidator(AuthMiddlewareStack(URLRouter(websocket_urlpatterns)))
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
     """Dispatch by kind and path. The router has no Django in its path: no session, no ORM, no middleware."""
     kind = scope["type"]
     if kind == "lifespan":  # uvicorn sends it, daphne does not; only the router has something to open and close
-        await router_app(scope, receive, send)
+        await _router(scope, receive, send)
     elif kind == "websocket":
         await _sockets(scope, receive, send)
     elif scope["path"] == "/v1" or scope["path"].startswith("/v1/"):
-        await router_app(scope, receive, send)
+        await _router(scope, receive, send)
     else:
         await _static(scope, receive, send)

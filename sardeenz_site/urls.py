@@ -6,12 +6,16 @@ from django.contrib import admin
 from django.contrib.auth import views as auth_views
 from django.urls import include, path
 
+from models_app.api.v1 import api
 from sardeenz_site.health import healthz, readyz
 from sardeenz_site.login import LoginView
+from sardeenz_site.metrics import metrics
 
 urlpatterns = [
     path("healthz", healthz, name="healthz"),
     path("readyz", readyz, name="readyz"),
+    path("metrics", metrics, name="metrics"),
+    path("api/v1/", api.urls),
     path("login/", LoginView.as_view(), name="login"),
     path("logout/", auth_views.LogoutView.as_view(), name="logout"),
     # Before the admin's own: that login page has no limit.
@@ -20,17 +24,3 @@ urlpatterns = [
     path("", include("gpus_app.urls")),
     path("", include("models_app.urls")),
 ]
-
-# While the rooms are being built side by side; replaced by plain imports when they stand.
-try:
-    from models_app.api.v1 import api
-
-    urlpatterns.insert(0, path("api/v1/", api.urls))
-except ImportError:
-    pass
-try:
-    from sardeenz_site.metrics import metrics
-
-    urlpatterns.insert(0, path("metrics", metrics, name="metrics"))
-except ImportError:
-    pass

@@ -47,9 +47,7 @@ def router(config: Config) -> Process:
     return Process(
         "router",
         _python(
-            *("-m", "uvicorn", "sardeenz_site.router_asgi:app"),
-            *("--host", config.host, "--port", str(config.router_port), "--loop", "uvloop", "--http", "httptools"),
-            *("--no-access-log", "--log-level", "warning", "--no-server-header", "--timeout-graceful-shutdown", "3"),
+            *("-m", "sardeenz_site.router_asgi", "--host", config.host, "--port", str(config.router_port)),
         ),
         wave=0,
         stop_limit_s=6,

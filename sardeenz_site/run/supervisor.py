@@ -164,8 +164,7 @@ class Supervisor:
             return
         end = time.monotonic() + READY_LIMIT_S
         for port in (self._config.port, self._config.router_port):
-            path = "/healthz" if port == self._config.port else "/health"
-            while not await _http_answers(self._config.browser_host.strip("[]"), port, path):
+            while not await _http_answers(self._config.browser_host.strip("[]"), port, "/healthz"):
                 if time.monotonic() > end:
                     self._fail(f"Nothing answered on port {port} within {READY_LIMIT_S:.0f} s; see the lines above.")
                     return
