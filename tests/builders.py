@@ -1,4 +1,4 @@
-"""Rows for tests, in plain functions: keyword-only, sensible by default, each with what the test is about overridden."""
+"""Rows for tests, in plain functions: keyword-only, sensible by default, what a test is about is overridden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from django.contrib.auth.models import Group, User
 from django.utils import timezone
 
 from gpus_app.models import Gpu, GpuPolicy, Host
-from models_app.models import ApiKey, Instance, LaunchAttempt, Model, ModelAlias
+from models_app.models import ApiKey, Instance, LaunchAttempt, MemoryPolicy, Model, ModelAlias
 from models_app.permissions import roles_ensure
 from models_app.services.keys import api_key_create
 from models_app.states import DesiredState, InstanceState, Stage
@@ -76,6 +76,7 @@ def make_model(*, served_model_name: str = "", aliases: Sequence[str] = (), **fi
     model = Model.objects.create(
         served_model_name=served_model_name or f"model-{next(_numbers)}", **(defaults | fields)
     )
+    MemoryPolicy.objects.create(model=model)
     for alias in aliases:
         ModelAlias.objects.create(name=alias, model=model)
     return model
@@ -144,7 +145,7 @@ def make_key(*, name: str = "", role: str = "operator", **fields: Any) -> tuple[
 def make_record(
     host: Host, *, used: dict[str, int] | None = None, instances: Sequence[Instance] = ()
 ) -> dict[str, Any]:
-    """A sample record of one host as the sampler writes it: ``used`` bytes by GPU UUID, instances holding 1 GiB each."""
+    """A sample record of one host as the sampler writes it: ``used`` by GPU UUID, instances holding 1 GiB each."""
     used = used or {}
     gpus = []
     for gpu in host.gpus.all():

@@ -64,6 +64,7 @@ def instance_fail(row: Instance, cause: Cause, *, status: Status | None = None) 
         clean_exit=bool(status and status.exit_code == 0),
         was_ready=was_ready,
         cause_code=cause.code,
+        permanent=cause.permanent,
         restarts=row.restart_count,
         limit=settings.RESTART_LIMIT,
         backoff_s=settings.RESTART_BACKOFF_S,

@@ -24,6 +24,7 @@ from models_app.models import Instance, LaunchAttempt
 from models_app.services import hosts, ready, sleep
 from models_app.services.access import client, here, host_of, run_dir, share_log, status_of
 from models_app.services.ending import find_cause, instance_fail
+from models_app.services.restart_policy import HOST_RESTARTED
 from models_app.states import HAS_PROCESS, InstanceState, Stage
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def _never_came(row: Instance) -> bool:
 def _vanished(row: Instance) -> Cause:
     """Guardian and engine are gone without a record: the machine was restarted, or somebody killed both."""
     if row.attempt is not None and row.attempt.boot_id and row.attempt.boot_id != hosts.boot_id():
-        return Cause("host_restarted", f"Host {host_of(row).name} was restarted.", "", "")
+        return Cause(HOST_RESTARTED, f"Host {host_of(row).name} was restarted.", "", "")
     return Cause("vanished", "Guardian and engine are gone without a record: both were killed.", "", "")
 
 

@@ -7,29 +7,11 @@ from dataclasses import dataclass
 from models_app.models import Model
 from models_app.states import DesiredState
 
-#: Causes that a second start meets again: the answer is another setting, not another try.
-HOPELESS = frozenset(
-    {
-        "gpu_oom",
-        "out_of_memory",
-        "kv_too_small",
-        "kv_memory",
-        "bad_flag",
-        "bad_value",
-        "unknown_argument",
-        "unsupported_architecture",
-        "context_too_long",
-        "not_found",
-        "no_config",
-        "no_weights",
-        "gated",
-        "tp_does_not_divide",
-        "kvcached_mismatch",
-        "trust_remote_code",
-        "quantization_mismatch",
-        "dtype",
-    }
-)
+#: Lack of memory at load: tried again as it is, it would fail again and disturb its neighbours. The answer is room, a
+#: shorter context or a smaller limit, and the cause's advice says so.
+NO_MEMORY = frozenset({"gpu_out_of_memory", "gpu_memory_taken", "kv_memory_too_small"})
+#: Nothing that the instance did: it comes back whatever its policy says.
+HOST_RESTARTED = "host_restarted"
 
 
 @dataclass(frozen=True)
@@ -48,6 +30,7 @@ def decide(
     clean_exit: bool,
     was_ready: bool,
     cause_code: str,
+    permanent: bool,
     restarts: int,
     limit: int,
     backoff_s: float,
@@ -55,18 +38,20 @@ def decide(
     jitter: float,
     host_in_maintenance: bool = False,
 ) -> Decision:
-    """``restarts`` counts starts since the last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
+    """``permanent``: the cause is such that the same start fails the same way. ``restarts`` counts starts since the last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
 
     An engine that ended by itself with exit code 0 has failed all the same (a dead EngineCore makes vLLM exit with 0),
     so *on failure* covers it.
     """
     if desired != DesiredState.RUNNING or (asked_to_stop and clean_exit):
         return Decision(None, "")
+    if cause_code == HOST_RESTARTED:
+        return Decision(0.0, "It starts again.")
     if policy == Model.RestartPolicy.NEVER:
         return Decision(None, "Its restart policy is never: start it again by hand.")
     if host_in_maintenance:
         return Decision(None, "Its host is in maintenance: nothing is restarted there.")
-    if not was_ready and cause_code in HOPELESS:
+    if not was_ready and (permanent or cause_code in NO_MEMORY):
         return Decision(None, "It is not tried again by itself: the same settings would fail the same way.")
     if restarts >= limit:
         return Decision(None, f"It failed {restarts + 1} times in a row and is not tried again by itself (crash loop).")

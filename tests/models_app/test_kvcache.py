@@ -107,7 +107,7 @@ def test_limit_without_kvcached_is_refused(sent: list[Any]) -> None:
 
 def test_way_to_reclaim_is_the_models_unless_given(sent: list[Any]) -> None:
     row = make_instance()
-    MemoryPolicy.objects.create(model=row.model, reclaim="preempt")
+    MemoryPolicy.objects.filter(model=row.model).update(reclaim="preempt")
     kvcache_limit_set(row, size="3G", actor="anna", wait_s=0)
     row.refresh_from_db()
     assert row.limit_reclaim == "preempt"

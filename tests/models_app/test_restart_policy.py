@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from models_app.services.restart_policy import HOPELESS, Decision, decide
+from models_app.services.restart_policy import NO_MEMORY, Decision, decide
 
 
 def _decide(**changes: Any) -> Decision:
@@ -15,6 +15,7 @@ def _decide(**changes: Any) -> Decision:
         "clean_exit": False,
         "was_ready": True,
         "cause_code": "",
+        "permanent": False,
         "restarts": 0,
         "limit": 5,
         "backoff_s": 10.0,
@@ -56,13 +57,23 @@ def test_crash_loop_ends_with_a_sentence() -> None:
     assert "6 times in a row" in decision.sentence
 
 
-@pytest.mark.parametrize("code", sorted(HOPELESS))
-def test_cause_that_would_come_again_is_not_retried_at_load(code: str) -> None:
+def test_cause_that_would_come_again_is_not_retried_at_load() -> None:
+    assert _decide(was_ready=False, permanent=True).delay_s is None
+
+
+@pytest.mark.parametrize("code", sorted(NO_MEMORY))
+def test_lack_of_memory_at_load_is_not_retried_blindly(code: str) -> None:
     assert _decide(was_ready=False, cause_code=code).delay_s is None
 
 
 def test_out_of_memory_after_a_good_run_is_restarted() -> None:
-    assert _decide(was_ready=True, cause_code="gpu_oom").delay_s == 10
+    assert _decide(was_ready=True, cause_code="gpu_out_of_memory").delay_s == 10
+
+
+@pytest.mark.parametrize("policy", ["always", "on_failure", "never"])
+def test_restart_of_the_host_brings_everything_back_at_once(policy: str) -> None:
+    assert _decide(policy=policy, cause_code="host_restarted", restarts=99).delay_s == 0
+    assert _decide(policy=policy, cause_code="host_restarted", desired="stopped").delay_s is None
 
 
 def test_nothing_is_restarted_on_a_host_in_maintenance() -> None:
