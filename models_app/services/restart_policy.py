@@ -38,7 +38,8 @@ def decide(
     jitter: float,
     host_in_maintenance: bool = False,
 ) -> Decision:
-    """``permanent``: the cause is such that the same start fails the same way. ``restarts`` counts starts since the last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
+    """``permanent``: the cause is such that the same start fails the same way. ``restarts`` counts starts since the
+    last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
 
     An engine that ended by itself with exit code 0 has failed all the same (a dead EngineCore makes vLLM exit with 0),
     so *on failure* covers it.
