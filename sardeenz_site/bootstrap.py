@@ -2,6 +2,7 @@
 
     python3 sardeenz_site/bootstrap.py run [ARGS]     environment, front-end files, then the launcher in this process
     python3 sardeenz_site/bootstrap.py install        the same without the launcher
+    python3 sardeenz_site/bootstrap.py packages       only the Python packages
     python3 sardeenz_site/bootstrap.py dev            with what tests and linters need
 
 What was installed is remembered by the digest of its lock file, so a second start installs nothing.
@@ -202,7 +203,8 @@ def main(arguments: list[str]) -> int:
         install("requirements.lock", "Python packages")
         if command == "dev":
             install("requirements-dev.lock", "packages for tests and linters")
-        install_front_end()
+        if command != "packages":
+            install_front_end()
     except CannotInstall as exc:
         sys.stderr.write(f"\nSardeenz cannot be installed: {exc}\n")
         return 1
