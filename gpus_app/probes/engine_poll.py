@@ -45,14 +45,14 @@ class _Connection:
     request: bytes
     socket: socket.socket | None = None
     connected: bool = False
-    fresh: bool = True
+    fresh: bool = True  # has not brought an answer yet
     parser: httptools.HttpResponseParser | None = None
     asked_at: float | None = None
     late: bool = False
     size: int = 0
     body: list[bytes] = field(default_factory=list)
     complete: bool = False
-    keep: bool = True
+    keep: bool = False
 
     def on_body(self, chunk: bytes) -> None:
         self.size += len(chunk)
@@ -61,6 +61,8 @@ class _Connection:
 
     def on_message_complete(self) -> None:
         self.complete = True
+        # To be asked now: afterwards the parser stands before the next message and says no.
+        self.keep = self.parser is not None and self.parser.should_keep_alive()
 
 
 class EnginePoll:
@@ -124,7 +126,7 @@ class EnginePoll:
     # -- one connection ------------------------------------------------------------------------------------------------
 
     def _send(self, key: Key, connection: _Connection) -> None:
-        connection.body, connection.size, connection.complete = [], 0, False
+        connection.body, connection.size, connection.complete, connection.keep = [], 0, False, False
         connection.parser = httptools.HttpResponseParser(connection)
         try:
             if connection.socket is None:
@@ -174,7 +176,6 @@ class EnginePoll:
         if connection.asked_at is None:  # nothing was asked: not an engine that we understand
             self._close(connection)
             return
-        connection.fresh = False
         connection.parser.feed_data(data)
         if connection.size > MOST_BYTES:
             self._fail(key, connection)
@@ -185,12 +186,12 @@ class EnginePoll:
         assert connection.parser is not None  # noqa: S101 - see _step
         status = int(connection.parser.get_status_code())
         self._answers[key] = Answer(status, b"".join(connection.body), self._clock())
-        connection.asked_at, connection.late, connection.body = None, False, []
-        if not connection.parser.should_keep_alive():
+        connection.asked_at, connection.late, connection.body, connection.fresh = None, False, [], False
+        if not connection.keep:
             self._close(connection)
 
     def _broken(self, key: Key, connection: _Connection) -> None:
-        """The connection failed. A kept one may just have been closed by the engine: that is worth a second try."""
+        """The connection failed. One that has served may just have been closed by the engine: worth a second try."""
         kept = connection.connected and not connection.body and not connection.fresh
         asked = connection.asked_at is not None
         self._close(connection)
