@@ -11,13 +11,17 @@ from django.db import transaction
 
 from gpus_app.models import Host
 from models_app import broker, dispatch, selectors
-from models_app.engines.client import EngineClient
+from models_app.engines.client import EngineClient, EngineRefused
 from models_app.engines.process import Status, read_status
 from models_app.engines.progress import tail
+from models_app.errors import EngineUnavailable
 from models_app.models import Instance, LaunchAttempt
 from models_app.states import InstanceState
 
 log = logging.getLogger(__name__)
+
+#: What an engine that does not do what it is asked looks like: silent, or with a refusal of its own.
+EngineSaidNo = (EngineUnavailable, EngineRefused)
 
 #: What other hosts' web processes may read of a log, and for how long after the last look.
 _SHARED_LINES = 400

@@ -19,10 +19,9 @@ from models_app.engines import process
 from models_app.engines.causes import Cause
 from models_app.engines.process import Status
 from models_app.engines.progress import LogFollower, Progress
-from models_app.errors import EngineUnavailable
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import hosts, ready, sleep
-from models_app.services.access import client, here, host_of, run_dir, share_log, status_of
+from models_app.services.access import EngineSaidNo, client, here, host_of, run_dir, share_log, status_of
 from models_app.services.ending import find_cause, instance_fail
 from models_app.services.restart_policy import HOST_RESTARTED
 from models_app.states import HAS_PROCESS, InstanceState, Stage
@@ -170,7 +169,7 @@ def _ready_answer(row: Instance, folder: Path) -> dict[str, Any] | None:
             return None
         if row.model.served_model_name not in engine.models():
             return None
-    except EngineUnavailable:
+    except EngineSaidNo:
         return None
     if process.port_is_ours(folder, row.port or 0) is False:
         log.warning("%s: somebody else listens on port %s", row, row.port)

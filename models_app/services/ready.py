@@ -18,10 +18,9 @@ from models_app import dispatch, transitions
 from models_app.engines.client import EngineClient
 from models_app.engines.memory_log import read_memory
 from models_app.engines.progress import head
-from models_app.errors import EngineUnavailable
 from models_app.models import Instance, LaunchAttempt, MemoryProfile
 from models_app.services import placement
-from models_app.services.access import host_of, run_dir, start_waiting
+from models_app.services.access import EngineSaidNo, host_of, run_dir, start_waiting
 from models_app.services.audit import audit
 from models_app.states import InstanceState, LimitStatus, Stage
 
@@ -58,7 +57,7 @@ def kv_answer(row: Instance, engine: EngineClient) -> dict[str, Any] | None:
         return {"provider": "none", "health_reason": ""}
     try:
         status = engine.kvcache_status()
-    except EngineUnavailable:
+    except EngineSaidNo:
         return _by_segment(row)
     if not status.get("kvcached_active", True):
         reason = "kvcached is not active in this engine: its KV memory is a fixed reservation, no limit can be set."
@@ -149,18 +148,29 @@ def footprint_record(row: Instance) -> bool:
     return True
 
 
+def asleep_record(row: Instance) -> None:
+    """Write down what a sleeper really still holds on each GPU: what waking needs is the rest."""
+    attempt = row.attempt
+    if attempt is None or row.state != S.SLEEPING:
+        return
+    held = [one.get("resident") or 0 for one in _seen(row, since=row.state_since.timestamp())]
+    if held and attempt.memory.get("asleep_bytes") != max(held):
+        LaunchAttempt.objects.filter(pk=attempt.pk).update(memory={**attempt.memory, "asleep_bytes": max(held)})
+
+
 def _baseline(row: Instance) -> int | None:
     """Resident minus KV footprint, on the GPU where it is most; None while no fresh reading shows the instance."""
+    return max((one["baseline"] for one in _seen(row) if one.get("baseline")), default=None)
+
+
+def _seen(row: Instance, since: float = 0.0) -> list[dict[str, Any]]:
+    """What the newest reading says of the instance, once for each GPU; empty when that reading is old."""
     record = gpu_readings.latest(host_of(row).name)
-    if record is None or record.get("source") != "broker" or time.time() - record["t"] > _READING_LIMIT_S:
-        return None
-    found = [
-        one["baseline"]
-        for gpu in record["gpus"]
-        for one in gpu.get("instances", ())
-        if one["id"] == row.pk and one.get("baseline")
-    ]
-    return max(found, default=None)
+    if record is None or record.get("source") != "broker" or record["t"] <= since:
+        return []
+    if time.time() - record["t"] > _READING_LIMIT_S:
+        return []
+    return [one for gpu in record["gpus"] for one in gpu.get("instances", ()) if one["id"] == row.pk]
 
 
 def _profile(row: Instance, attempt: LaunchAttempt, gpu_name: str, baseline: int) -> None:

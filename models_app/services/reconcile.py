@@ -16,12 +16,12 @@ from django.utils import timezone
 from gpus_app.models import Host
 from models_app import dispatch, transitions
 from models_app.engines.process import Status
-from models_app.errors import BrokerAway, EngineUnavailable
+from models_app.errors import BrokerAway
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import leftovers
 from models_app.services.access import client, share_log, status_of
 from models_app.services.probe import end_found, instance_probe
-from models_app.services.ready import footprint_record
+from models_app.services.ready import asleep_record, footprint_record
 from models_app.services.stop import instance_stop_begin
 from models_app.states import HAS_PROCESS, DesiredState, InstanceState, LimitStatus
 
@@ -80,8 +80,10 @@ def _reconcile(row: Instance) -> None:
         _hint(dispatch.PROBE, row)
     elif state is S.UNREACHABLE:
         _back(row)
-    elif state is S.SLEEPING and row.desired_state == DesiredState.RUNNING:
-        _hint(dispatch.WAKE, row)
+    elif state is S.SLEEPING:
+        asleep_record(row)
+        if row.desired_state == DesiredState.RUNNING:
+            _hint(dispatch.WAKE, row)
     elif state is S.READY:
         _ready(row)
     if row.attempt is not None:
@@ -109,11 +111,7 @@ def _adopt(row: Instance, status: Status | None) -> None:
 
 def _back(row: Instance) -> None:
     """The host is heard of again: the instance is what its engine says that it is."""
-    try:
-        answers = client(row, limit_s=3.0).health()
-    except EngineUnavailable:
-        answers = False
-    if not answers:
+    if not client(row, limit_s=3.0).health():
         return
     asleep = row.sleep_level is not None
     transitions.move(

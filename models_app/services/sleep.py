@@ -9,9 +9,9 @@ from django.db import transaction
 
 from gpus_app.policies.base import gib
 from models_app import broker, dispatch, transitions
-from models_app.errors import Conflict, DoesNotFit, EngineUnavailable, InvalidInput
+from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import Instance, InstanceQuerySet
-from models_app.services.access import client, here, host_of, start_waiting
+from models_app.services.access import EngineSaidNo, client, here, host_of, start_waiting
 from models_app.services.audit import audited
 from models_app.services.placement import gpu_states
 from models_app.states import DesiredState, InstanceState, Stage
@@ -115,8 +115,8 @@ def sleep_apply(instance_id: int) -> None:
         return
     level = row.sleep_level or 1
     try:
-        client(row).sleep(level)
-    except EngineUnavailable as exc:
+        client(row).sleep(level, mode="abort" if row.stop_force else None)
+    except EngineSaidNo as exc:
         transitions.move(
             row.pk,
             S.READY,
@@ -153,7 +153,7 @@ def wake_apply(instance_id: int) -> None:
         return
     try:
         client(row, limit_s=settings.WAKE_CALL_LIMIT_S).wake()
-    except EngineUnavailable as exc:
+    except EngineSaidNo as exc:
         wake_failed(row, exc.message)
         return
     dispatch.send(dispatch.PROBE, row.pk, queue=host_of(row).queue)

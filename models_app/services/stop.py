@@ -16,9 +16,8 @@ from models_app import broker, dispatch, events, transitions
 from models_app.engines import process
 from models_app.engines.causes import Cause
 from models_app.engines.process import Status, StopProgress
-from models_app.errors import EngineUnavailable
 from models_app.models import Instance, Model
-from models_app.services.access import client, here, host_of, run_dir, start_waiting, status_of
+from models_app.services.access import EngineSaidNo, client, here, host_of, run_dir, start_waiting, status_of
 from models_app.services.audit import audited
 from models_app.services.ending import attempt_close, find_cause, instance_fail, leftovers_end
 from models_app.services.requeue import requeue
@@ -155,7 +154,7 @@ def _in_flight(row: Instance) -> int | None:
     """Requests that run or wait in the engine; None when it does not say."""
     try:
         figures = client(row, limit_s=2.0).metrics()
-    except EngineUnavailable:
+    except EngineSaidNo:
         return None
     return int(figures.running + figures.waiting)
 
