@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import story  # noqa: F401  registers its steps
 from tests.gpu.product import Meter, Product
 from tests.gpu.steps import FOLDERS, STEPS
 

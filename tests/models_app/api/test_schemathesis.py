@@ -1,0 +1,46 @@
+"""Generated requests against the whole schema: no 5xx, no status that is not documented, answers as the schema says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from django.core.wsgi import get_wsgi_application
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import CHECKS
+
+from models_app.api.v1 import api as ninja_api
+from tests.builders import make_gpu, make_instance, make_key
+
+CHECKS_USED = [
+    CHECKS.get_one(name)
+    for name in (
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_schema_conformance",
+    )
+]
+schema = schemathesis.openapi.from_dict(ninja_api.get_openapi_schema())
+schema.app = get_wsgi_application()
+
+
+@schema.parametrize()
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@pytest.mark.django_db
+def test_nonsense_is_answered_as_documented(case: Any, admin_token: str) -> None:
+    response = case.call(headers={"Authorization": f"Bearer {admin_token}"})
+    case.validate_response(response, checks=CHECKS_USED)
+
+
+@pytest.fixture
+def admin_token(db: None) -> str:
+    make_instance(gpus=[make_gpu()])
+    return make_key(role="admin")[1]
