@@ -1,3 +1,5 @@
+"""The application."""
+
 from __future__ import annotations
 
 from django.apps import AppConfig

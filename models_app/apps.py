@@ -1,3 +1,5 @@
+"""The application, and what it listens to once it is loaded."""
+
 from __future__ import annotations
 
 from django.apps import AppConfig
