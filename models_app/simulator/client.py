@@ -241,6 +241,13 @@ class EngineClient:
         log.say("core_client.py:748", "[shutdown] MPClient: engine manager stopped")
         log.say("core_client.py:751", "[shutdown] MPClient: complete")
 
+    async def close(self) -> None:
+        """Let go of the connection, when nobody will ask any more."""
+        if self._reader and self._writer:
+            self._writer.close()
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
     async def _ends(self, number: signal.Signals, patience_s: float) -> bool:
         if not self.core_ended.is_set():
             os.kill(self.core_pid, number)

@@ -57,7 +57,6 @@ class EngineCore:
         self.cards = loaded.cards
         self.scheduler = loaded.scheduler
         self.pool = loaded.pool
-        self.segment = loaded.segment
         self.num_blocks = loaded.num_blocks
         #: No batches in flight between two steps: none has to be finished before memory is taken.
         self.batch_queue: list[Any] = []
@@ -361,11 +360,10 @@ def run(config: Config, connection: socket.socket) -> int:
     signal.signal(signal.SIGINT, _terminate)
     channel = CoreChannel(connection)
     cards: Cards = LedgerCards(config.sim_dir, config.gpu_uuids) if config.sim_dir else LooseCards(config.gpu_bytes)
-    loaded: Loaded | None = None
+    loader = Loader(config, log, faults, cards)
     try:
         engine_class = _prepare_addon(config, log, faults)
-        loaded = Loader(config, log, faults, cards).run()
-        engine_class(config, channel, log, faults, loaded).run_busy_loop()
+        engine_class(config, channel, log, faults, loader.run()).run_busy_loop()
     except StartFailed:
         return 1
     except Terminated:
@@ -380,8 +378,8 @@ def run(config: Config, connection: socket.socket) -> int:
         )
         return 1
     finally:
-        if loaded and loaded.segment and "leak_segment" not in faults:
-            loaded.segment.unlink()
+        if loader.segment and "leak_segment" not in faults:
+            loader.segment.unlink()
         if isinstance(cards, LedgerCards):
             with contextlib.suppress(OSError):
                 cards.ledger.release()

@@ -43,7 +43,6 @@ class Loaded:
     cards: Cards
     scheduler: Scheduler
     pool: KVCacheManager | None
-    segment: segment.Segment | None
     weights_bytes: int
     workspace_bytes: int
     num_blocks: int
@@ -81,6 +80,8 @@ class Loader:
         self.cards = cards
         self.weights_bytes = _whole_pages(config.facts.weights_bytes // config.tensor_parallel_size)
         self.workspace_bytes = workspace_bytes(config, cards.total_bytes)
+        #: Left in place for whoever tidies up when the start fails after it was made.
+        self.segment: segment.Segment | None = None
         self.kvcached = config.kvcached and "kvcached_inactive" not in faults
 
     def run(self) -> Loaded:
@@ -327,9 +328,8 @@ class Loader:
         config = self.config
         sequences, tokens = config.batch_limits(self.cards.total_bytes)
         pool: KVCacheManager | None = None
-        seg: segment.Segment | None = None
         if self.kvcached:
-            pool, seg = self._elastic(shape)
+            pool = self._elastic(shape)
         else:
             self._take(_whole_pages(shape.capacity_bytes))
         blocks = BlockPool(
@@ -351,7 +351,6 @@ class Loader:
             cards=self.cards,
             scheduler=Scheduler(blocks, speed, limits),
             pool=pool,
-            segment=seg,
             weights_bytes=self.weights_bytes,
             workspace_bytes=self.workspace_bytes,
             num_blocks=shape.num_blocks,
@@ -361,7 +360,7 @@ class Loader:
         tokens = self.config.kv_number("KVCACHED_MAX_CACHED_TOKENS", DEFAULT_MAX_CACHED_TOKENS)
         return tokens if tokens <= 0 else max(1, tokens // self.config.block_tokens)
 
-    def _elastic(self, shape: Geometry) -> tuple[KVCacheManager, segment.Segment]:
+    def _elastic(self, shape: Geometry) -> KVCacheManager:
         config = self.config
         options = PoolOptions(
             min_reserved=config.kv_number("KVCACHED_MIN_RESERVED_PAGES", 5),
@@ -372,7 +371,7 @@ class Loader:
         )
         minimum = 2 * shape.bundle_bytes if "pr324" in self.faults else None
         name = config.ipc_name or segment.default_name()
-        seg = segment.Segment(name, shape.capacity_bytes, min_safe_limit=minimum)
+        self.segment = segment.Segment(name, shape.capacity_bytes, min_safe_limit=minimum)
         layer = shape.num_blocks * shape.block_bytes // MIB
         total = shape.capacity_bytes // MIB
         logs.write(
@@ -383,10 +382,10 @@ class Loader:
             f"enable_prealloc={int(options.prealloc)}, num_kv_buffers={shape.num_kv_buffers}, group_id=0, "
             f"min_reserved_pages={options.min_reserved}, max_reserved_pages={options.max_reserved}\n"
         )
-        pool = KVCacheManager(shape, self.cards, seg, options)
+        pool = KVCacheManager(shape, self.cards, self.segment, options)
         self._wait_for_null_block(pool)
         pool.page_allocator.preallocate()
-        return pool, seg
+        return pool
 
     def _wait_for_null_block(self, pool: KVCacheManager) -> None:
         """On a card past its 95 % the start waits here without end, and says so every ten seconds."""

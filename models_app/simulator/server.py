@@ -20,6 +20,7 @@ from models_app.simulator import core, logs
 from models_app.simulator.channel import READ_SIZE, Lines
 from models_app.simulator.config import Config
 from models_app.simulator.facts import ModelError
+from models_app.simulator.faults import UnknownFault
 
 #: Imports of the real thing take longer; this much is shown of them.
 IMPORT_S = 0.3
@@ -41,8 +42,12 @@ def main(argv: list[str], started: float) -> int:
     log = logs.Log("APIServer")
     try:
         config = config_module.read(argv)
+        faults = config.open_faults()
     except ModelError as error:
         return _model_error(log, error)
+    except UnknownFault as error:
+        sys.stderr.write(f"SARDEENZ_SIM_FAULTS: {error}\n")
+        return 2
     _pass_time(IMPORT_S / config.speed - (time.monotonic() - started))
     for line in LOGO:
         log.say("api_utils.py:347", line.format(version=config.vllm_version, model=config.model))
@@ -63,14 +68,14 @@ def main(argv: list[str], started: float) -> int:
         os._exit(_flushed(core.run(config, theirs)))
     theirs.close()
     _ignore_sigterm_while_starting(config)
-    from models_app.simulator import serving
+    with ours, listener:
+        from models_app.simulator import serving
 
-    faults = config.open_faults()
-    ready = _wait_until_ready(ours)
-    if ready is None:
-        return _core_failed(log, pid)
-    faults.replace(ready["faults"])
-    return serving.serve(config, ours, pid, log, faults, listener)
+        ready = _wait_until_ready(ours)
+        if ready is None:
+            return _core_failed(log, pid)
+        faults.replace(ready["faults"])
+        return serving.serve(config, ours, pid, log, faults, listener)
 
 
 def _flushed(code: int) -> int:

@@ -68,6 +68,7 @@ class Server:
         app = self._application()
         if app is None:
             await self._client.shutdown(0)
+            await self._client.close()
             return 1
         prefix = log.prefix if config.version < (0, 32) else ""
         for name in ("uvicorn.error", "uvicorn.access"):
@@ -101,6 +102,7 @@ class Server:
         watchdog.cancel()
         if self._ending:
             await self._ending
+        await self._client.close()
         return 0
 
     def _application(self) -> Any:

@@ -115,18 +115,15 @@ def test_dummy_weights_need_no_files_and_are_computed(tmp_path: Path) -> None:
     ("prepare", "words"),
     [
         (lambda folder: "/models/does-not-exist", "Repo id must be in the form 'repo_name' or 'namespace/repo_name'"),
-        (lambda folder: str(folder), "ensure the presence of a 'config.json'"),
+        (str, "ensure the presence of a 'config.json'"),
         (lambda folder: write_model(folder / "m", architectures=["MadeUpForCausalLM"]), "are not supported for now"),
         (lambda folder: write_model(folder / "m"), "Cannot find any model weights with"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused_in_vllms_words(tmp_path: Path, prepare, words: str) -> None:
-    with pytest.raises(ModelError, match="."):
+    with pytest.raises(ModelError) as caught:
         facts_for(prepare(tmp_path), None)
-    try:
-        facts_for(prepare(tmp_path), None)
-    except ModelError as error:
-        assert words in str(error)
+    assert words in str(caught.value)
 
 
 def test_context_longer_than_the_model_is_refused_unless_allowed() -> None:
