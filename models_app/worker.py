@@ -39,6 +39,8 @@ class HostBeat(threading.Thread):
     def run(self) -> None:
         while not self.ending.is_set():
             self.tick()
+            # A connection kept over a pause would be found broken after a restart of the database.
+            connections.close_all()
             # Jitter: a fleet that was started together must not write in step for ever.
             pause = HEARTBEAT_EVERY_S * random.uniform(0.9, 1.1)  # noqa: S311
             self._since_reconcile += pause
@@ -53,9 +55,6 @@ class HostBeat(threading.Thread):
                 self._registered = False
         except DatabaseError as exc:
             log.warning("heartbeat of %s not written: %s", self.host_name, exc)
-        finally:
-            # A connection kept over a pause would be found broken after a restart of the database.
-            connections.close_all()
         if self._since_reconcile >= RECONCILE_EVERY_S:
             self._since_reconcile = 0.0
             self._reconcile()

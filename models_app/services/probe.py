@@ -43,7 +43,11 @@ def instance_probe(instance_id: int) -> bool:
     if row.state == S.STOPPING:
         dispatch.send(dispatch.STOP, row.pk, queue=host_of(row).queue)
         return False
-    again = not end_found(row, status) and row.state == S.STARTING and _look_at_start(row, status)
+    if end_found(row, status):
+        return False
+    # Dead, and its guardian has not written it down yet: the record is a moment away.
+    ending = status is not None and not status.engine_alive
+    again = ending or (row.state == S.STARTING and _look_at_start(row, status))
     if not again:
         _forget(row)
     return again
