@@ -16,12 +16,12 @@ from tests.models_app.engines import samples
 @pytest.mark.parametrize(
     ("raw", "who", "pid", "level", "text"),
     [
-        ("(EngineCore pid=17853) ERROR 11-30 15:53:39 [core.py:1366] ValueError: x", "EngineCore", 17853, "ERROR", "ValueError: x"),
+        ("(EngineCore pid=178) ERROR 11-30 15:53:39 [core.py:1366] KeyError: x", "EngineCore", 178, "ERROR", "KeyError: x"),
         ("(EngineCore_DP0 pid=9) INFO 11-30 15:53:39 [core.py:6] a", "EngineCore", 9, "INFO", "a"),
         ("(EngineCore_0 pid=9) INFO 11-30 15:53:39 [core.py:6] a", "EngineCore", 9, "INFO", "a"),
         ("(Worker_TP1_EP1 pid=12) WARNING 11-30 15:53:39 [a.py:1] b", "Worker", 12, "WARNING", "b"),
         ("(APIServer pid=6923)     raise RuntimeError(", "APIServer", 6923, "", "    raise RuntimeError("),
-        ("(APIServer pid=1) INFO:     Application startup complete.", "APIServer", 1, "INFO", "Application startup complete."),
+        ("(APIServer pid=1) INFO:     Application shutdown.", "APIServer", 1, "INFO", "Application shutdown."),
         ("\x1b[1;36m(EngineCore pid=3)\x1b[0;0m INFO 11-30 15:53:56 [m.py:4] go", "EngineCore", 3, "INFO", "go"),
         ("ValueError: (a pid=3)", "", None, "", "ValueError: (a pid=3)"),
     ],
