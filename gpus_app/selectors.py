@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict
 
 import orjson
-from django.db.models import Q
 
 from gpus_app import broker
 from gpus_app.models import Gpu, GpuSample, Host
@@ -18,6 +17,8 @@ log = logging.getLogger(__name__)
 
 #: A chart has few pixels: more points than this are thinned out.
 MAX_POINTS = 900
+#: A beginning that is missing by less than this is not looked for in the database.
+GAP_S = 15.0
 
 
 class HistoryPoint(TypedDict, total=False):
@@ -64,20 +65,22 @@ def latest_all(host_names: Iterable[str] | None = None) -> dict[str, dict[str, A
 
 
 def _latest_from_database(names: list[str]) -> dict[str, dict[str, Any]]:
+    """The newest 10 s means of the last minutes, in two queries; figures that means do not have are left out."""
+    recent = datetime.now(UTC) - timedelta(minutes=2)
+    samples = GpuSample.objects.filter(resolution_s=10, at__gte=recent, gpu__host__name__in=names).order_by("at")
+    newest = {row.gpu_id: row for row in samples}
     now = time.time()
-    recent = datetime.now(UTC) - timedelta(minutes=5)
     records: dict[str, dict[str, Any]] = {}
-    for gpu in Gpu.objects.filter(host__name__in=names).select_related("host"):
-        row = GpuSample.objects.filter(gpu=gpu, resolution_s=10, at__gte=recent).order_by("-at").first()
-        if row is None:
-            continue
+    for gpu in Gpu.objects.filter(pk__in=newest).select_related("host"):
+        row = newest[gpu.pk]
         record = records.setdefault(
             gpu.host.name,
             {"type": "sample", "host": gpu.host.name, "t": 0.0, "seq": 0, "gpus": [], "source": "database"},
         )
-        record["t"] = max(record["t"], row.at.timestamp())
+        record["t"] = max(record["t"], row.at.timestamp() + row.resolution_s)
         record["age_s"] = max(0.0, now - record["t"])
-        record["gpus"].append({"uuid": gpu.uuid, "index": gpu.index, "name": gpu.name, **_point(row, gpu.total_bytes)})
+        part = {"uuid": gpu.uuid, "index": gpu.index, "name": gpu.name, "other_processes": []}
+        record["gpus"].append({**part, **_point(row, gpu.total_bytes)})
     return records
 
 
@@ -86,19 +89,22 @@ def history(
 ) -> list[HistoryPoint]:
     """Readings of one GPU over the last ``window_s`` seconds, oldest first.
 
-    Up to an hour: every second, from the broker. Longer, or with the broker away: 10 s means for a day, else 60 s.
+    Up to an hour: every second, from the broker, the part that it does not have (it was started since, or is away) from
+    10 s means. Longer: 10 s means for a day, else 60 s means.
     """
     now = time.time() if now is None else now
     since = now - window_s
-    points: list[HistoryPoint] = []
+    seconds: list[HistoryPoint] = []
     if window_s <= broker.STREAM_LENGTH:
         try:
-            points = _from_stream(uuid, since)
+            seconds = _from_stream(uuid, since)
         except broker.BrokerErrors as exc:
             log.info("history comes from the database, the broker is away: %s", exc)
-    if not points:
-        points = _from_database(uuid, since, 10 if window_s <= 86400 else 60)
-    return _thin(points, max_points)
+    begins = seconds[0]["t"] if seconds else now
+    means: list[HistoryPoint] = []
+    if begins - since > GAP_S:
+        means = _from_database(uuid, since, begins, 10 if window_s <= 86400 else 60)
+    return _thin([*means, *seconds], max_points)
 
 
 def _from_stream(uuid: str, since: float) -> list[HistoryPoint]:
@@ -109,13 +115,12 @@ def _from_stream(uuid: str, since: float) -> list[HistoryPoint]:
     return points
 
 
-def _from_database(uuid: str, since: float, resolution_s: int) -> list[HistoryPoint]:
+def _from_database(uuid: str, since: float, until: float, resolution_s: int) -> list[HistoryPoint]:
     total = Gpu.objects.filter(uuid=uuid).values_list("total_bytes", flat=True).first()
     if total is None:
         return []
-    rows = GpuSample.objects.filter(
-        Q(at__gte=datetime.fromtimestamp(since, UTC)), gpu__uuid=uuid, resolution_s=resolution_s
-    ).order_by("at")
+    span = (datetime.fromtimestamp(since, UTC), datetime.fromtimestamp(until - resolution_s, UTC))
+    rows = GpuSample.objects.filter(gpu__uuid=uuid, resolution_s=resolution_s, at__range=span).order_by("at")
     return [_point(row, total) for row in rows.iterator()]
 
 
