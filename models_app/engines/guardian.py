@@ -30,7 +30,7 @@ EXIT_CANNOT_START = 127
 LOG_NAME = "engine.log"
 LOG_LIMIT_BYTES = 32 * 1024 * 1024
 #: How long the rest of a dead engine's family may take to go by itself, then after SIGTERM, before SIGKILL.
-LEAVE_LIMIT_S = 2.0
+LEAVE_LIMIT_S = 1.0
 TERM_LIMIT_S = 6.0
 _PARTIAL_LINE_LIMIT = 64 * 1024
 

@@ -16,7 +16,7 @@ from tests.models_app.engines import samples
 @pytest.mark.parametrize(
     ("raw", "who", "pid", "level", "text"),
     [
-        ("(EngineCore pid=178) ERROR 11-30 15:53:39 [core.py:1366] KeyError: x", "EngineCore", 178, "ERROR", "KeyError: x"),
+        ("(EngineCore pid=178) ERROR 11-30 15:53:39 [a.py:1] KeyError: x", "EngineCore", 178, "ERROR", "KeyError: x"),
         ("(EngineCore_DP0 pid=9) INFO 11-30 15:53:39 [core.py:6] a", "EngineCore", 9, "INFO", "a"),
         ("(EngineCore_0 pid=9) INFO 11-30 15:53:39 [core.py:6] a", "EngineCore", 9, "INFO", "a"),
         ("(Worker_TP1_EP1 pid=12) WARNING 11-30 15:53:39 [a.py:1] b", "Worker", 12, "WARNING", "b"),
