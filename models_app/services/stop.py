@@ -171,8 +171,11 @@ def _end(row: Instance) -> bool:
         progress = process.stop_step(folder, limit_s=0.0 if row.stop_force else settings.STOP_LIMIT_S)
         if not progress.done:
             return _not_gone(row, progress)
+        status = process.read_status(folder)
+        if status is not None and not status.ended and status.guardian_alive:
+            return True  # gone a moment ago: how it ended is being written down
         process.cleanup(folder)
-        attempt_close(attempt, process.read_status(folder))
+        attempt_close(attempt, status)
         attempt.refresh_from_db()
     return _wait_for_memory(row, attempt.ended_at or timezone.now(), process.read_status(folder))
 
