@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import call_command
 from django.utils import timezone
 
 from gpus_app.models import Host
@@ -28,7 +28,7 @@ from models_app.states import DesiredState, InstanceState
 from tests.models_app.pump import Pump
 
 S = InstanceState
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.slow]
 
 
 def _state(row: Instance) -> str:
@@ -162,26 +162,6 @@ def test_engine_that_will_not_go_is_killed_at_the_end_of_the_demo(fleet: Host, p
     pump.run(lambda: _state(row) == S.READY)
     call_command("stop_engines", "--simulated", "--limit", "0.5", stdout=StringIO())
     assert _state(row) == S.STOPPED
-
-
-# --- other commands --------------------------------------------------------------------------------------
-
-
-def test_key_command_prints_the_key_alone(fleet: Host) -> None:
-    out, err = StringIO(), StringIO()
-    call_command("create_api_key", "ci", "--role", "operator", stdout=out, stderr=err)
-    (token,) = out.getvalue().splitlines()
-    assert token.startswith("sz-")
-    assert token not in err.getvalue()
-    with pytest.raises(CommandError, match="exists already"):
-        call_command("create_api_key", "ci", stdout=StringIO(), stderr=StringIO())
-
-
-def test_demo_models_are_entered_once(fleet: Host) -> None:
-    out = StringIO()
-    call_command("seed_demo", stdout=out)
-    call_command("seed_demo", stdout=out)
-    assert out.getvalue().count("entered") == 3
 
 
 def test_reconcile_command_lists_what_lives(ready: Instance) -> None:

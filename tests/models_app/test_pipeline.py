@@ -29,7 +29,7 @@ from tests.builders import GIB, make_model
 from tests.models_app.pump import Pump
 
 S = InstanceState
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.slow]
 
 
 def _state(row: Instance) -> str:
