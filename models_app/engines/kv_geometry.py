@@ -137,8 +137,7 @@ def safety_floor_bytes(
     page: int = PAGE_BYTES,
     vllm_version: str | None = None,
 ) -> int:
-    """The lowest limit at which an engine still makes progress: one batch of prefill, and a bundle for fragmentation.
-    """
+    """The lowest limit at which an engine still makes progress: one batch of prefill, and a bundle to spare."""
     bundle = bundle_bytes(facts, tp, page, vllm_version=vllm_version)
     blocks = _blocks(facts, min(max_model_len, max_num_batched_tokens), max_num_batched_tokens)
     need = math.ceil(blocks / blocks_per_page(facts, tp, page, vllm_version=vllm_version)) + 1

@@ -14,6 +14,7 @@ from models_app.engines.environment import PLUGIN, child_environment
 from models_app.engines.rundir import ADDON
 from models_app.engines.spec import Command, EngineSpec, FieldError, LaunchContext
 from models_app.engines.versions import judge
+from models_app.errors import InvalidInput
 
 MIDDLEWARE = "models_app.kvcache_addon.middleware.KVCacheMiddleware"
 ENTRY_POINT = "models_app.kvcache_addon.engine_core:register"
@@ -33,7 +34,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-
 
 
 def serve_arguments(spec: EngineSpec, ctx: LaunchContext) -> list[str]:
-    """Everything after ``vllm``. The simulated engine takes the same."""
+    """Everything after ``vllm``. The simulated engine takes the same.
+
+    Raises InvalidInput for extra arguments that ``check`` refuses; who may use risky ones was asked when they were
+    saved.
+    """
     argv = ["serve", spec.model, "--host", ctx.bind_host, "--port", str(ctx.port)]
     argv += ["--served-model-name", *spec.served_model_names]
     argv += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
@@ -54,9 +59,11 @@ def serve_arguments(spec: EngineSpec, ctx: LaunchContext) -> list[str]:
     # This pair of spellings is the one that every version takes.
     argv += ["--enable-prefix-caching" if spec.enable_prefix_caching else "--no-enable-prefix-caching"]
     argv += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--middleware", MIDDLEWARE]
-    extra, _ = check_extra_args(
+    extra, errors = check_extra_args(
         spec.extra_args, vllm_version=ctx.versions.get("vllm"), allow_risky=True, kvcached=spec.kvcached
     )
+    if errors:  # never dropped in silence
+        raise InvalidInput({"extra_args": errors})
     return argv + extra
 
 

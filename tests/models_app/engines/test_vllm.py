@@ -12,6 +12,7 @@ import pytest
 from models_app.engines.base import ENGINES, EngineSpec, LaunchContext
 from models_app.engines.environment import extra_names
 from models_app.engines.vllm import MIDDLEWARE, masked
+from models_app.errors import InvalidInput
 
 QWEN = EngineSpec(model="Qwen/Qwen3-8B", served_model_names=("qwen3-8b", "qwen"))
 
@@ -192,6 +193,11 @@ def test_a_wrong_spec_is_refused_before_anything_starts(change: dict[str, object
         errors = engine.check(dataclasses.replace(QWEN, **change))  # type: ignore[arg-type]
         assert [e.field for e in errors] == [field]
         assert sentence in errors[0].message
+
+
+def test_a_bad_extra_argument_is_never_dropped_from_the_command(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="--no-such-flag"):
+        ENGINES["vllm"].command(dataclasses.replace(QWEN, extra_args="--no-such-flag"), context(tmp_path))
 
 
 def test_versions_that_do_not_fit_are_refused_by_check() -> None:
