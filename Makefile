@@ -5,7 +5,7 @@ BIN := .venv/bin
 BOOT := $(PYTHON) sardeenz_site/bootstrap.py
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help run run-control run-host install dev test test-fast test-postgres test-slow test-engine test-faults bench lint format lock clean
+.PHONY: openapi help run run-control run-host install dev test test-fast test-postgres test-slow test-engine test-faults bench lint format lock clean
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: *[^#]*## */\t/' | expand -t 16
@@ -65,6 +65,10 @@ format: dev      ## what ruff and djlint would have
 
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	--no-header --no-annotate
+openapi: dev     ## write the served OpenAPI schema into models_app/api/openapi.json
+	$(BIN)/python manage.py export_openapi_schema --api models_app.api.v1.api --indent 1 --sorted \
+		--output models_app/api/openapi.json
+
 lock: dev        ## newest versions that pyproject.toml and package.json allow; no addresses
 	$(UV) --upgrade pyproject.toml -o requirements.lock
 	$(UV) --upgrade pyproject.toml --extra dev -c requirements.lock -o requirements-dev.lock

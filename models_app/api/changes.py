@@ -6,8 +6,8 @@ from datetime import datetime
 from typing import Annotated, Any
 
 from django.http import HttpRequest
-from ninja import Path, Router
-from pydantic import StringConstraints
+from ninja import Path, Router, Status
+from pydantic import StrictBool, StringConstraints
 
 from gpus_app.api import ERRORS
 from models_app.api.auth import caller_of, operator
@@ -30,7 +30,7 @@ class MoveIn(Strict):
 
 class PresetIn(Strict):
     name: Annotated[Text, StringConstraints(min_length=1, max_length=64)]
-    replace: bool = False
+    replace: StrictBool = False
 
 
 class PresetOut(Strict):
@@ -59,13 +59,15 @@ def _preset(name: str) -> Preset:
 def move_instance(request: HttpRequest, instance_id: InstanceId, payload: MoveIn) -> Any:
     """The successor starts on the other GPUs; when it is ready the old one drains. 409 when both do not fit at once."""
     instance = instance_by_id(instance_id)
-    return 202, instance_move(instance, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids)
+    return Status(
+        202, instance_move(instance, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids)
+    )
 
 
 @router.post("/models/{path:served_model_name}/roll", auth=operator, response={202: OperationOut, **ERRORS})
 def roll_model(request: HttpRequest, served_model_name: ServedName, payload: Empty) -> Any:
     """Bring running instances to the saved options, one after another, without downtime."""
-    return 202, model_roll(model_named(served_model_name), actor=caller_of(request).actor)
+    return Status(202, model_roll(model_named(served_model_name), actor=caller_of(request).actor))
 
 
 @router.get("/presets", response={200: list[PresetOut], **ERRORS})
@@ -76,7 +78,7 @@ def list_presets(request: HttpRequest) -> Any:
 @router.post("/presets", auth=operator, response={201: PresetOut, **ERRORS})
 def save_preset(request: HttpRequest, payload: PresetIn) -> Any:
     """Keep what is deployed now under a name; 409 when the name is taken."""
-    return 201, preset_save(payload.name, actor=caller_of(request).actor, replace=payload.replace)
+    return Status(201, preset_save(payload.name, actor=caller_of(request).actor, replace=payload.replace))
 
 
 @router.get("/presets/{name}/diff", response={200: list[DiffOut], **ERRORS})
@@ -87,10 +89,10 @@ def show_diff(request: HttpRequest, name: PresetName) -> Any:
 
 @router.post("/presets/{name}/apply", auth=operator, response={202: OperationOut, **ERRORS})
 def apply_preset(request: HttpRequest, name: PresetName, payload: Empty) -> Any:
-    return 202, preset_apply(_preset(name), actor=caller_of(request).actor)
+    return Status(202, preset_apply(_preset(name), actor=caller_of(request).actor))
 
 
 @router.delete("/presets/{name}", auth=operator, response={204: None, **ERRORS})
 def delete_preset(request: HttpRequest, name: PresetName) -> Any:
     preset_delete(_preset(name), actor=caller_of(request).actor)
-    return 204, None
+    return Status(204, None)

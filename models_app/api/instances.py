@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from django.http import HttpRequest
-from ninja import Path, Query, Router
+from ninja import Path, Query, Router, Status
 
 from gpus_app.api import ERRORS
 from models_app.api.auth import caller_of, operator
@@ -72,7 +72,7 @@ def list_instances(
 @router.post("/stop_all", auth=operator, response={202: list[InstanceOut], **ERRORS})
 def stop_every_instance(request: HttpRequest, payload: Empty) -> Any:
     stop_all(actor=caller_of(request).actor)
-    return 202, Instance.objects.live().select_related("model", "host")
+    return Status(202, Instance.objects.live().select_related("model", "host"))
 
 
 @router.get("/{instance_id}", response={200: InstanceOut, **ERRORS})
@@ -83,25 +83,25 @@ def get_instance(request: HttpRequest, instance_id: InstanceId) -> Any:
 @router.post("/{instance_id}/stop", auth=operator, response={202: InstanceOut, **ERRORS})
 def stop_instance(request: HttpRequest, instance_id: InstanceId, payload: StopIn) -> Any:
     instance_stop(instance_by_id(instance_id), actor=caller_of(request).actor, force=payload.force)
-    return 202, instance_by_id(instance_id)
+    return Status(202, instance_by_id(instance_id))
 
 
 @router.post("/{instance_id}/restart", auth=operator, response={202: InstanceOut, **ERRORS})
 def restart_instance(request: HttpRequest, instance_id: InstanceId, payload: Empty) -> Any:
     instance_restart(instance_by_id(instance_id), actor=caller_of(request).actor)
-    return 202, instance_by_id(instance_id)
+    return Status(202, instance_by_id(instance_id))
 
 
 @router.post("/{instance_id}/sleep", auth=operator, response={202: InstanceOut, **ERRORS})
 def sleep_instance(request: HttpRequest, instance_id: InstanceId, payload: SleepIn) -> Any:
     instance_sleep(instance_by_id(instance_id), actor=caller_of(request).actor, level=payload.level)
-    return 202, instance_by_id(instance_id)
+    return Status(202, instance_by_id(instance_id))
 
 
 @router.post("/{instance_id}/wake", auth=operator, response={202: InstanceOut, **ERRORS})
 def wake_instance(request: HttpRequest, instance_id: InstanceId, payload: Empty) -> Any:
     instance_wake(instance_by_id(instance_id), actor=caller_of(request).actor)
-    return 202, instance_by_id(instance_id)
+    return Status(202, instance_by_id(instance_id))
 
 
 @router.post("/{instance_id}/limit", auth=operator, response={200: LimitOut, 202: LimitOut, **ERRORS})
@@ -119,7 +119,7 @@ def set_limit(request: HttpRequest, instance_id: InstanceId, payload: LimitIn) -
         answer = kvcache_limit_set(instance, size=payload.size, **common)
     else:
         answer = kvcache_limit_percent_set(instance, percent=payload.percent, **common)
-    return (202 if answer.status == "pending" else 200), answer
+    return Status(202 if answer.status == "pending" else 200, answer)
 
 
 @router.post("/{instance_id}/limit/automatic", auth=operator, response={200: InstanceOut, **ERRORS})
@@ -133,7 +133,7 @@ def give_limit_back(request: HttpRequest, instance_id: InstanceId, payload: Empt
 def trim_instance(request: HttpRequest, instance_id: InstanceId, payload: Empty) -> Any:
     """Give back idle KV memory (prefix cache, mapped pages); the limit stays. ``freed_bytes`` is measured."""
     answer = kvcache_trim(instance_by_id(instance_id), actor=caller_of(request).actor)
-    return (202 if answer.status == "pending" else 200), answer
+    return Status(202 if answer.status == "pending" else 200, answer)
 
 
 @router.get("/{instance_id}/safety_floor", response={200: SafetyFloorOut, **ERRORS})

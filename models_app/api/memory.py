@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from django.http import HttpRequest
-from ninja import Field, Path, Router
+from ninja import Field, Path, Router, Status
 
 from gpus_app.api import ERRORS, GpuUuid, PolicyOut
 from gpus_app.models import Gpu
@@ -84,7 +84,7 @@ def judge_fit(request: HttpRequest, served_model_name: ServedName, payload: Wher
 def make_room_for(request: HttpRequest, served_model_name: ServedName, payload: WhereIn) -> Any:
     """Carry out the plan that ``fit`` showed, made anew, and launch. 409 when it fits already or cannot fit."""
     model = model_named(served_model_name)
-    return 202, room_make(model, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids)
+    return Status(202, room_make(model, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids))
 
 
 @router.get("/gpus/{uuid}/plan", response={200: PlanOut, **ERRORS})
@@ -111,13 +111,13 @@ def hold_gpu(request: HttpRequest, uuid: GpuUuid, payload: HoldIn) -> Any:
 @router.post("/gpus/{uuid}/trim_all", auth=operator, response={202: OperationOut, **ERRORS})
 def trim_gpu(request: HttpRequest, uuid: GpuUuid, payload: Empty) -> Any:
     """Trim every instance of the GPU. 409 when there is nothing to trim."""
-    return 202, tidy(gpu_by_uuid(uuid).uuid, how="trim", actor=caller_of(request).actor)
+    return Status(202, tidy(gpu_by_uuid(uuid).uuid, how="trim", actor=caller_of(request).actor))
 
 
 @router.post("/gpus/{uuid}/shrink_idle", auth=operator, response={202: OperationOut, **ERRORS})
 def shrink_gpu(request: HttpRequest, uuid: GpuUuid, payload: Empty) -> Any:
     """Lower every idle instance of the GPU to its guarantee or safety floor. 409 when none can shrink."""
-    return 202, tidy(gpu_by_uuid(uuid).uuid, how="shrink", actor=caller_of(request).actor)
+    return Status(202, tidy(gpu_by_uuid(uuid).uuid, how="shrink", actor=caller_of(request).actor))
 
 
 @router.post("/operations/{operation_id}/cancel", auth=operator, response={202: OperationOut, **ERRORS})
@@ -126,4 +126,4 @@ def cancel_operation(request: HttpRequest, operation_id: Annotated[int, Path(ge=
     row = Operation.objects.select_related("model").filter(pk=operation_id).first()
     if row is None:
         raise NotFound(f"There is no operation {operation_id}.")
-    return 202, operation_cancel(row, actor=caller_of(request).actor)
+    return Status(202, operation_cancel(row, actor=caller_of(request).actor))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from django.db.models import Prefetch
-from django.http import HttpRequest
-from ninja import Path, Query, Router
+from django.http import HttpRequest, JsonResponse
+from ninja import Path, Query, Router, Status
 
 from gpus_app.api import ERRORS
 from models_app.api.auth import caller_of, operator
@@ -56,7 +56,7 @@ def list_models(
 def create_model(request: HttpRequest, payload: ModelIn) -> Any:
     caller = caller_of(request)
     model = model_create(actor=caller.actor, **_fields(payload))
-    return 201, model_named(model.served_model_name)
+    return Status(201, model_named(model.served_model_name))
 
 
 # Served names may hold slashes, so the paths with an ending come first.
@@ -72,7 +72,8 @@ def launch_model(request: HttpRequest, served_model_name: ServedName, payload: L
         all_of_them = [InstanceOut.from_orm(row).model_dump(mode="json") for row in rows]
         return 202, all_of_them[0] | {"instances": all_of_them}
 
-    return once(request, act)
+    status, body = once(request, act)
+    return JsonResponse(body, status=status)
 
 
 @router.get("/{path:served_model_name}/command", response={200: CommandOut, **ERRORS})
@@ -100,4 +101,4 @@ def change_model(request: HttpRequest, served_model_name: ServedName, payload: M
 def delete_model(request: HttpRequest, served_model_name: ServedName) -> Any:
     """Refused with 409 while an instance of it lives."""
     model_delete(model_named(served_model_name), actor=caller_of(request).actor)
-    return 204, None
+    return Status(204, None)

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from ninja import Field, Schema
-from pydantic import AfterValidator, ConfigDict, StringConstraints
+from pydantic import AfterValidator, ConfigDict, StrictBool, StrictFloat, StrictInt, StringConstraints
 
 from models_app.models import ApiKey, Instance, LaunchAttempt, Model, Operation
 
@@ -51,10 +51,10 @@ class ModelFields(Strict):
     dtype: Text | None = None
     quantization: Text | None = None
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
-    enforce_eager: bool | None = None
-    enable_sleep_mode: bool | None = None
-    enable_prefix_caching: bool | None = None
-    kvcached: bool | None = None
+    enforce_eager: StrictBool | None = None
+    enable_sleep_mode: StrictBool | None = None
+    enable_prefix_caching: StrictBool | None = None
+    kvcached: StrictBool | None = None
     kv_layout: Literal["default", "contiguous", "non_contiguous"] | None = None
     extra_args: Text | None = None
     load_format: Text | None = None
@@ -63,8 +63,8 @@ class ModelFields(Strict):
     gpu_uuids: list[Text] | None = None
     initial_limit_bytes: Bytes | None = None
     restart_policy: Literal["always", "on_failure", "never"] | None = None
-    on_demand: bool | None = None
-    pinned: bool | None = None
+    on_demand: StrictBool | None = None
+    pinned: StrictBool | None = None
     idle_sleep_after_s: Seconds | None = None
     sleep_level: Literal[1, 2] | None = None
     request_defaults: dict[str, Any] | None = None
@@ -237,7 +237,7 @@ class LaunchIn(Strict):
     replicas: Annotated[int, Field(ge=1, le=64)] | None = None
     host: Text | None = None
     gpu_uuids: list[Text] | None = None
-    anyway: bool = Field(False, description="Launch although the estimate says that it does not fit.")
+    anyway: StrictBool = Field(False, description="Launch although the estimate says that it does not fit.")
 
 
 class LaunchOut(InstanceOut):
@@ -247,7 +247,7 @@ class LaunchOut(InstanceOut):
 
 
 class StopIn(Strict):
-    force: bool = Field(False, description="End at once, without draining.")
+    force: StrictBool = Field(False, description="End at once, without draining.")
 
 
 class SleepIn(Strict):
@@ -257,9 +257,13 @@ class SleepIn(Strict):
 class LimitIn(Strict):
     """Exactly one of ``size`` (bytes or text such as ``3G``) and ``percent`` (of the instance's own GPU)."""
 
-    size: int | Text | None = Field(None, description="Bytes, or text such as '3G' or '512MiB' (powers of 1024).")
-    percent: float | None = Field(None, description="0 < percent <= 100, of the memory of the instance's own GPU.")
-    force: bool = Field(False, description="Go below the safety floor (never below the hard minimum).")
+    size: StrictInt | StrictFloat | Text | None = Field(
+        None, description="Bytes, or text such as '3G' or '512MiB' (powers of 1024)."
+    )
+    percent: StrictInt | StrictFloat | None = Field(
+        None, description="0 < percent <= 100, of the memory of the instance's own GPU."
+    )
+    force: StrictBool = Field(False, description="Go below the safety floor (never below the hard minimum).")
     reclaim: Literal["wait", "preempt", "abort"] | None = None
     expected_revision: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
 

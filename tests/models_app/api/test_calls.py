@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models_app.models import IdempotencyRecord, Instance, Model
+from models_app.models import IdempotencyRecord, Instance, LaunchAttempt, Model
 from models_app.states import InstanceState
 from tests.builders import make_gpu, make_host, make_instance, make_model
 from tests.models_app.api.conftest import MODEL, Api
@@ -129,12 +129,9 @@ def test_a_limit_by_hand_leaves_the_controller_out_until_it_is_given_back(api: A
 
 def test_logs_give_as_many_lines_as_asked(api: Api, db: None, tmp_path: Any) -> None:
     """SZ-037."""
-    from tests.builders import make_attempt
-
     instance = make_instance(state=InstanceState.READY)
     (tmp_path / "engine.log").write_text("\n".join(f"line {n}" for n in range(50)) + "\n")
-    instance.attempt = make_attempt(instance=instance, run_dir=str(tmp_path))
-    instance.save()
+    LaunchAttempt.objects.filter(pk=instance.attempt_id).update(run_dir=str(tmp_path))
     status, body = api("GET", f"/instances/{instance.pk}/logs?lines=10")
     assert status == 200
     assert body["lines"] == [f"line {n}" for n in range(40, 50)]

@@ -8,11 +8,12 @@ import pytest
 import schemathesis
 from django.core.wsgi import get_wsgi_application
 from hypothesis import HealthCheck, Phase, settings
-from schemathesis.checks import CHECKS
+from schemathesis.checks import CHECKS, load_all_checks
 
 from models_app.api.v1 import api as ninja_api
 from tests.builders import make_gpu, make_instance, make_key
 
+load_all_checks()
 CHECKS_USED = [
     CHECKS.get_one(name)
     for name in (
