@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_KEPT = ("SARDEENZ_TEST_DB", "SARDEENZ_TEST_ROOT")
+_KEPT = ("SARDEENZ_TEST_DB", "SARDEENZ_TEST_ROOT", "SARDEENZ_ENGINE_VENV", "SARDEENZ_ENGINE_REQUIRED")
 for _name in [*os.environ]:
     if _name.startswith("SARDEENZ_") and _name not in _KEPT:
         del os.environ[_name]

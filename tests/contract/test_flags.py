@@ -37,7 +37,8 @@ def test_table_is_what_the_real_parser_has(tmp_path: Path) -> None:
 def test_flags_that_we_pass_exist_in_every_version_of_the_table() -> None:
     passed = {
         "--host", "--port", "--served-model-name", "--tensor-parallel-size", "--max-model-len", "--dtype",
-        "--quantization", "--load-format", "--revision", "--tokenizer-revision", "--enforce-eager", "--enable-sleep-mode",
+        "--quantization", "--load-format", "--revision", "--tokenizer-revision", "--enforce-eager",
+        "--enable-sleep-mode",
         "--enable-prefix-caching", "--no-enable-prefix-caching", "--shutdown-timeout", "--middleware", *FIELD_OF_FLAG,
     }  # fmt: skip
     for version in json.loads(TABLE.read_text())["versions"]:
