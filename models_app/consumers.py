@@ -1,8 +1,8 @@
 """The one WebSocket of a page: the newest reading of each host and notes of what changed, never a backlog.
 
-Latest wins: what arrives while the browser is busy replaces what it has not seen. The browser acknowledges a frame before
-the next one is sent, so a slow or hidden one costs no memory here (daphne itself gives no back-pressure). Rights are
-looked at again before each frame, by a verdict that is never older than ``VERDICT_AGE_S``.
+Latest wins: what arrives while the browser is busy replaces what it has not seen. The browser acknowledges a frame
+before the next one is sent, so a slow or hidden one costs no memory here (daphne itself gives no back-pressure). Rights
+are looked at again before each frame, by a verdict that is never older than ``VERDICT_AGE_S``.
 """
 
 from __future__ import annotations

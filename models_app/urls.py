@@ -1,5 +1,67 @@
+"""Addresses of the pages."""
+
 from __future__ import annotations
 
-from django.urls import URLPattern
+from django.urls import URLPattern, path
 
-urlpatterns: list[URLPattern] = []
+from models_app.views import (
+    access,
+    gpus,
+    instances,
+    live,
+    model_form,
+    models,
+    operations,
+    overview,
+    playground,
+    policies,
+)
+
+urlpatterns: list[URLPattern] = [
+    path("", overview.overview, name="overview"),
+    path("theme/", access.theme, name="theme"),
+    path("live/snapshot/", live.snapshot, name="live_snapshot"),
+    path("gpus/", gpus.gpus, name="gpus"),
+    path("gpus/<int:gpu_id>/", gpus.gpu, name="gpu"),
+    path("gpus/<int:gpu_id>/chart/", gpus.gpu_chart, name="gpu_chart"),
+    path("gpus/<int:gpu_id>/policy/", policies.gpu_policy, name="gpu_policy"),
+    path("gpus/<int:gpu_id>/tidy/", policies.gpu_tidy, name="gpu_tidy"),
+    path("gpus/<int:gpu_id>/cordon/", policies.gpu_close, name="gpu_cordon"),
+    path("gpus/<int:gpu_id>/uncordon/", policies.gpu_open, name="gpu_uncordon"),
+    path("hosts/<int:host_id>/cordon/", policies.host_close, name="host_cordon"),
+    path("hosts/<int:host_id>/uncordon/", policies.host_open, name="host_uncordon"),
+    path("models/", models.models, name="models"),
+    path("models/new/", model_form.model_new, name="model_new"),
+    path("models/check/", model_form.model_check, name="model_check"),
+    path("models/folders/", model_form.folders, name="folders"),
+    path("models/<int:model_id>/", models.model, name="model"),
+    path("models/<int:model_id>/edit/", model_form.model_edit, name="model_edit"),
+    path("models/<int:model_id>/launch/", models.launch, name="model_launch"),
+    path("models/<int:model_id>/stop/", models.stop, name="model_stop"),
+    path("models/<int:model_id>/delete/", models.delete, name="model_delete"),
+    path("models/<int:model_id>/policy/", policies.model_policy, name="model_policy"),
+    path("instances/<int:instance_id>/", instances.instance, name="instance"),
+    path("instances/<int:instance_id>/row/", gpus.instance_row, name="instance_row"),
+    path("instances/<int:instance_id>/log/", instances.instance_log_tail, name="instance_log"),
+    path("instances/<int:instance_id>/limit/", instances.limit, name="instance_limit"),
+    path("instances/<int:instance_id>/limit/preview/", instances.limit_preview, name="instance_limit_preview"),
+    path("instances/<int:instance_id>/trim/", instances.trim, name="instance_trim"),
+    path("instances/<int:instance_id>/sleep/", instances.sleep, name="instance_sleep"),
+    path("instances/<int:instance_id>/wake/", instances.wake, name="instance_wake"),
+    path("instances/<int:instance_id>/stop/", instances.stop, name="instance_stop"),
+    path("instances/<int:instance_id>/restart/", instances.restart, name="instance_restart"),
+    path("attempts/<int:attempt_id>/log/", instances.attempt_log, name="attempt_log"),
+    path("stop-all/", instances.stop_everything, name="stop_all"),
+    path("playground/", playground.playground, name="playground"),
+    path("playground/chat/", playground.chat, name="playground_chat"),
+    path("policies/", policies.policies, name="policies"),
+    path("policies/hold/", policies.hold, name="hold"),
+    path("operations/", operations.operations, name="operations"),
+    path("operations/tray/", operations.operations_tray, name="operations_tray"),
+    path("operations/count/", operations.operations_count, name="operations_count"),
+    path("operations/<int:operation_id>/", operations.operation, name="operation"),
+    path("operations/<int:operation_id>/cancel/", operations.operation_stop, name="operation_cancel"),
+    path("keys/", access.keys, name="keys"),
+    path("keys/<int:key_id>/revoke/", access.key_revoke, name="key_revoke"),
+    path("audit/", access.audit_trail, name="audit"),
+]

@@ -57,6 +57,4 @@ def allowed(instance: Instance, verb: str) -> bool:
         return True
     if verb == "stop":
         return instance.state in LIVE or instance.state == S.FAILED
-    return any(
-        action.verb == verb for group in actions_for(instance, "operator") for action in group
-    )
+    return any(action.verb == verb for group in actions_for(instance, "operator") for action in group)

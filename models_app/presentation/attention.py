@@ -111,9 +111,7 @@ def _of_instance(row: Row, may_operate: bool) -> list[Item]:
     href = f"/instances/{i.pk}/"
     if i.state == InstanceState.FAILED:
         acts = (("Log", f"{href}#log", False), *([("Restart", f"{href}restart/", True)] if may_operate else []))
-        return [
-            Item(0, "bad", words.FAILED.icon, f"{row.label} failed", _reason(i), href, i.state_since, acts)
-        ]
+        return [Item(0, "bad", words.FAILED.icon, f"{row.label} failed", _reason(i), href, i.state_since, acts)]
     found = []
     if words.state_word(i) is words.STUCK:
         acts = (("Restart", f"{href}restart/", True),) if may_operate else ()
@@ -174,9 +172,7 @@ def _of_instance(row: Row, may_operate: bool) -> list[Item]:
             )
         )
     if i.state == InstanceState.PENDING and timezone.now() - i.state_since > timedelta(seconds=15):
-        found.append(
-            Item(5, "warn", words.QUEUED.icon, f"{row.label} waits for a GPU", i.reason, href, i.state_since)
-        )
+        found.append(Item(5, "warn", words.QUEUED.icon, f"{row.label} waits for a GPU", i.reason, href, i.state_since))
     if row.outdated:
         acts = (("Restart", f"{href}restart/", True),) if may_operate else ()
         found.append(

@@ -168,9 +168,7 @@ def build_card(gpu: Gpu, role: str | None) -> GpuCard:
     return make_card(gpu, reading, instances, role)
 
 
-def make_card(
-    gpu: Gpu, reading: Mapping[str, Any] | None, instances: Iterable[Instance], role: str | None
-) -> GpuCard:
+def make_card(gpu: Gpu, reading: Mapping[str, Any] | None, instances: Iterable[Instance], role: str | None) -> GpuCard:
     policy: GpuPolicy | None = getattr(gpu, "policy", None)
     parts = {part["id"]: part for part in reading["instances"]} if reading else {}
     rows = [make_row(instance, gpu, parts.get(instance.pk, {}), role) for instance in instances]

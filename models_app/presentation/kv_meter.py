@@ -16,9 +16,9 @@ def scale_of(share: Share) -> int:
     return max([mark for mark in marks if mark] or [1])
 
 
-def render(share: Share) -> SafeString:
-    """SVG. ``data-*`` let the script move the parts when a reading arrives."""
-    scale = scale_of(share)
+def render(share: Share, *, scale_bytes: int | None = None) -> SafeString:
+    """SVG whose ``data-*`` let the script move its parts. ``scale_bytes``: the right end, where it is fixed."""
+    scale = max(scale_bytes or 0, scale_of(share))
     limit = share.limit_bytes or 0
 
     def at(value: int) -> str:
@@ -55,7 +55,7 @@ def render(share: Share) -> SafeString:
         if value and value <= scale:
             x = at(value)
             out.append(
-                f'<g><title>{title} {gib(value)} GiB</title>'
+                f"<g><title>{title} {gib(value)} GiB</title>"
                 f'<line class="{css}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/></g>'
             )
     out.append("</svg>")

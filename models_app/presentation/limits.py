@@ -38,7 +38,7 @@ def preview(instance: Instance, asked_bytes: int, *, force: bool, reclaim: str, 
             "Restart the instance to give it more."
         )
     wanted = wanted // bundle * bundle or wanted
-    if wanted != asked_bytes and not found.warnings:
+    if size(wanted) != found.asked_text and not found.warnings:
         found.sentences.append(f"Rounded down to whole bundles: {size(wanted)}.")
     if instance.hard_minimum_bytes and wanted < instance.hard_minimum_bytes:
         found.blocked = f"Below the hard minimum of {size(instance.hard_minimum_bytes)}: the engine could not run."

@@ -1,8 +1,9 @@
 """One horizontal bar per GPU: who holds what, who may grow how far, what is free; drawn as SVG without styles.
 
-Positions are percentages, so the picture needs no script and no style attribute to fit its column; ``static/js/bars.js``
-moves the same rectangles when a reading arrives. Above the bar each instance has a lane of its own from the start of its
-KV memory to its limit: labels cannot collide, and a limit that reaches over a neighbour is seen as what it is.
+Positions are percentages, so the picture needs neither script nor style attribute to fit its column;
+``static/js/bars.js`` moves the same rectangles when a reading arrives. Above the bar each instance has a lane of its
+own, from the start of its KV memory to its limit: labels cannot collide, and a limit that reaches over a neighbour is
+seen as what it is.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def render(bar: Bar, *, bar_id: str = "", compact: bool = False) -> SafeString:
                     f"{name}: {words} {gib(value)} GiB",
                     key=share.key,
                     part=part,
-                    overlays=([f"pat-{share.pattern}"] if share.pattern else []) + (["hatch"] if part == "idle" else []),
+                    overlays=([f"pat-{share.pattern}"] if share.pattern else [])
+                    + (["hatch"] if part == "idle" else []),
                     focus=None if compact else (0 if first else -1),
                 )
             )

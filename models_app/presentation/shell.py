@@ -42,7 +42,7 @@ PLACES = (
 
 def theme_of(request: HttpRequest) -> Theme:
     chosen = request.COOKIES.get(THEME_COOKIE, "auto")
-    return cast(Theme, chosen) if chosen in THEMES else "auto"
+    return cast("Theme", chosen) if chosen in THEMES else "auto"
 
 
 def shell(request: HttpRequest) -> dict[str, Any]:

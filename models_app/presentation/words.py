@@ -76,6 +76,17 @@ OPERATION_WORDS: dict[str, Word] = {
     Operation.State.CANCELLED: Word("Cancelled", "calm", "circle-minus"),
 }
 
+#: States of one step of an operation.
+STEP_WORDS: dict[str, Word] = {
+    "waiting": QUEUED,
+    "running": Word("Running", "info", "loader-2"),
+    "verified": Word("Done", "ok", "circle-check"),
+    "short": Word("Less than expected", "warn", "alert-triangle"),
+    "skipped": Word("Skipped", "calm", "circle-minus"),
+    "undone": Word("Undone", "calm", "arrow-back-up"),
+    "failed": FAILED,
+}
+
 SICK = frozenset({"hung", "stuck"})
 
 #: The stages of a start, in order, as the stepper shows them.
@@ -201,14 +212,14 @@ def limit_sentence(instance: Instance, mapped_bytes: int | None) -> str:
     return ENFORCERS[instance.provider] if instance.provider in ("shm", "none") else ""
 
 
-def gib(value: int | float | None, places: int = 1) -> str:
-    """Bytes as GiB without the unit; a dash for what is not known."""
-    return "–" if value is None else f"{value / 1024**3:.{places}f}"
+def gib(value: int | float | str | None, places: int = 1) -> str:
+    """Bytes as GiB without the unit; a dash for what is not known (templates say "" for what is not there)."""
+    return "–" if value is None or isinstance(value, str) else f"{value / 1024**3:.{places}f}"
 
 
-def size(value: int | float | None) -> str:
+def size(value: int | float | str | None) -> str:
     """Bytes with their unit: ``58.9 GiB``, below one GiB ``512 MiB``."""
-    if value is None:
+    if value is None or isinstance(value, str):
         return "–"
     if abs(value) >= 1024**3 or value == 0:
         return f"{value / 1024**3:.1f} GiB"

@@ -63,6 +63,27 @@ def operation_word(operation: Operation) -> words.Word:
 
 
 @register.filter
+def step_word(step: dict[str, Any]) -> words.Word:
+    return words.STEP_WORDS.get(str(step.get("state")), words.QUEUED)
+
+
+@register.filter
+def unlocalized(number: float) -> str:
+    """A number as HTML attributes want it."""
+    return f"{number:.4f}"
+
+
+@register.filter
+def times(number: float | None, factor: int) -> float | None:
+    return None if number is None else number * factor
+
+
+@register.filter(name="words")
+def split_words(text: str) -> list[str]:
+    return text.split()
+
+
+@register.filter
 def percent_of(part: float | None, whole: float | None) -> int | None:
     """Whole percent, or None where either is not known."""
     return None if part is None or not whole else round(part / whole * 100)
@@ -72,7 +93,10 @@ def percent_of(part: float | None, whole: float | None) -> int | None:
 def badge(word: words.Word) -> SafeString:
     """A status word with its icon; the colour only repeats what word and shape say."""
     return format_html(
-        '<span class="state tone-{}"><i class="ti ti-{}" aria-hidden="true"></i>{}</span>', word.tone, word.icon, word.text
+        '<span class="state tone-{}"><i class="ti ti-{}" aria-hidden="true"></i>{}</span>',
+        word.tone,
+        word.icon,
+        word.text,
     )
 
 
@@ -118,8 +142,8 @@ def membar(bar: memory_bar.Bar, bar_id: str = "", compact: bool = False) -> Safe
 
 
 @register.simple_tag
-def kvbar(share: memory_bar.Share) -> SafeString:
-    return kv_meter.render(share)
+def kvbar(share: memory_bar.Share, scale_bytes: int | None = None) -> SafeString:
+    return kv_meter.render(share, scale_bytes=scale_bytes)
 
 
 @register.simple_tag

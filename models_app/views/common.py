@@ -26,16 +26,16 @@ class HtmxRequest(HttpRequest):
 
 def is_fragment(request: HttpRequest) -> bool:
     """Whether htmx asks for a part of the page (a boosted link wants the whole)."""
-    htmx = cast(HtmxRequest, request).htmx
+    htmx = cast("HtmxRequest", request).htmx
     return bool(htmx) and not htmx.boosted
 
 
 def target_is(request: HttpRequest, element_id: str) -> bool:
-    return is_fragment(request) and cast(HtmxRequest, request).htmx.target == element_id
+    return is_fragment(request) and cast("HtmxRequest", request).htmx.target == element_id
 
 
 def actor_of(request: HttpRequest) -> str:
-    return cast(User, request.user).get_username()
+    return cast("User", request.user).get_username()
 
 
 def role_for(request: HttpRequest) -> Role | None:

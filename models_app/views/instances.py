@@ -154,9 +154,7 @@ def limit(request: HttpRequest, instance_id: int) -> HttpResponse:
             total_bytes=total,
         )
     context = _limit_context(row, card, form) | {"errors": errors}
-    return dialog(
-        request, "models_app/_limit.html", context, back=back, status=422 if form.is_bound or errors else 200
-    )
+    return dialog(request, "models_app/_limit.html", context, back=back, status=422 if form.is_bound or errors else 200)
 
 
 def _limit_context(row: Instance, card: GpuCard | None, form: LimitForm) -> dict[str, Any]:

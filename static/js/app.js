@@ -95,6 +95,18 @@
     if (first) first.focus();
   });
 
+  // A form that came back with errors: to the first of them.
+  document.addEventListener("htmx:afterSettle", (event) => {
+    const root = event.detail.elt;
+    if (!root || !root.matches || !root.matches("form, #model-form")) return;
+    const wrong = $("[aria-invalid=true]", root) || $(".alert-danger", root);
+    if (!wrong) return;
+    const fold = wrong.closest("details");
+    if (fold) fold.open = true;
+    wrong.scrollIntoView({ block: "center" });
+    if (wrong.focus) wrong.focus();
+  });
+
   document.addEventListener("click", (event) => {
     const closer = event.target.closest("[data-close]");
     if (closer && dialog && dialog.open && dialog.contains(closer)) {

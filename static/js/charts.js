@@ -145,28 +145,33 @@
       const grid = { stroke: css("--frame"), width: 0.5 };
       const axis = { stroke: css("--quiet"), grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
       const top = instances.slice().reverse();
-      const own = (instance) => (plot, _value, _series, at) =>
-        at === null || at === undefined ? "–" : ((instance.kv[at] || 0) / GIB).toFixed(1);
+      const lined = new Set(this.linedInstances());
+      const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
+      const seconds = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+      const times = (_plot, ticks, _axis, _space, step) =>
+        ticks.map((tick) => (step < 60 ? seconds : clock).format(new Date(tick * 1000)));
       const options = {
         width: Math.max(120, this.box.clientWidth),
         height: tall ? 300 : 190,
         padding: [8, 8, 0, 0],
         cursor: { y: false, points: { show: false } },
-        legend: { show: instances.length <= (tall ? 32 : 6) },
+        legend: { show: false },
         scales: {
           x: { time: true },
-          y: { range: (_plot, _low, high) => [0, this.ceiling(high)] },
+          y: { range: () => [0, this.ceiling()] },
         },
-        axes: [axis, { ...axis, size: 42, values: (_plot, ticks) => ticks.map((tick) => String(tick)) }],
+        axes: [
+          { ...axis, size: 28, space: tall ? 80 : 52, values: times },
+          { ...axis, size: 42, values: (_plot, ticks) => ticks.map((tick) => String(tick)) },
+        ],
         series: [
-          { value: (_plot, value) => (value === null ? "–" : new Date(value * 1000).toLocaleTimeString()) },
+          {},
           ...top.map((instance) => ({
             label: instance.label,
             stroke: css("--hue-" + (instance.slot % 8)),
             fill: fillOf(instance.slot),
             width: 1,
             points: { show: false },
-            value: own(instance),
           })),
           ...instances.map((instance) => ({
             label: instance.label + " limit",
@@ -174,18 +179,13 @@
             width: 1.5,
             dash: [6, 4],
             points: { show: false },
-            class: "limit-series",
-            value: (_plot, _value, _series, at) =>
-              at === null || at === undefined || instance.limit[at] === null
-                ? "–"
-                : (instance.limit[at] / GIB).toFixed(1),
+            show: lined.has(instance.id),
           })),
         ],
-        hooks: { draw: [(plot) => this.marks(plot)] },
+        bands: top.slice(0, -1).map((instance, at) => ({ series: [at + 1, at + 2], fill: fillOf(instance.slot) })),
+        hooks: { draw: [(plot) => this.marks(plot)], setCursor: [(plot) => this.readout(plot.cursor.idx)] },
       };
       this.plot = new window.uPlot(options, this.stack(), this.box);
-      const legend = $(".u-legend", this.box);
-      if (legend) $$("tr.limit-series", legend).forEach((row) => (row.hidden = true));
       const canvas = $("canvas", this.box);
       if (canvas) {
         canvas.setAttribute("role", "img");
@@ -193,15 +193,43 @@
       }
     }
 
+    // Lines are drawn for those who hold something worth a line: a dozen ceilings over empty layers say nothing.
+    linedInstances() {
+      const peak = (row) => row.reduce((high, value) => (value > high ? value : high), 0);
+      const peaks = this.data.instances.map((instance) => peak(instance.kv));
+      const total = peaks.reduce((sum, value) => sum + value, 0);
+      return this.data.instances.filter((_, at) => peaks[at] > total * 0.03).map((instance) => instance.id);
+    }
+
     // Room for the stack and for the limits near to it; a far limit does not flatten the picture.
     ceiling() {
       const [, ...rows] = this.stack();
-      const layers = rows.slice(0, this.data.instances.length);
-      const ceilings = rows.slice(this.data.instances.length);
+      const count = this.data.instances.length;
+      const lined = new Set(this.linedInstances());
       const most = (row) => row.reduce((high, value) => (value > high ? value : high), 0);
-      const high = Math.max(0.1, ...layers.map(most));
-      const near = ceilings.map(most).filter((value) => value <= high * 2);
-      return Math.max(high * 1.15, ...near.map((value) => value * 1.05));
+      const high = Math.max(0.1, ...rows.slice(0, count).map(most));
+      const near = rows
+        .slice(count)
+        .filter((_, at) => lined.has(this.data.instances[at].id))
+        .map(most)
+        .filter((value) => value <= high * 1.6);
+      return Math.max(high * 1.12, ...near.map((value) => value * 1.04));
+    }
+
+    readout(at) {
+      const line = $('[data-chart-readout="' + this.box.dataset.chartId + '"]');
+      if (!line) return;
+      if (at === null || at === undefined) {
+        line.textContent = "";
+        return;
+      }
+      const parts = this.data.instances
+        .filter((instance) => instance.kv[at])
+        .map((instance) => {
+          const limit = instance.limit[at] === null ? "" : " of " + (instance.limit[at] / GIB).toFixed(1);
+          return instance.label + " " + (instance.kv[at] / GIB).toFixed(1) + limit;
+        });
+      line.textContent = new Date(this.data.t[at] * 1000).toLocaleTimeString() + "  " + parts.join(" · ");
     }
 
     marks(plot) {
