@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.gpu.load import Burst
 from tests.gpu.product import Meter, Product
-from tests.gpu.steps import FOLDERS, a, burst, ensure, kv, step
+from tests.gpu.steps import FOLDERS, a, burst, direct, ensure, kv, step
 
 
 @step
@@ -95,9 +94,6 @@ def rebalance_against_thirds(p: Product, meter: Meter) -> dict[str, Any]:
 def cost(p: Product, meter: Meter) -> dict[str, Any]:
     """Throughput of an engine with add-on and readings every second against ``vllm serve`` + kvcached alone."""
     row = a(p)
-    newest = next(
-        file for file in p.home.glob("runs/*/token") if f'"instance_id": {row["id"]},' in _attempt(file.parent)
-    )
     env = os.environ | {
         "ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1", "KVCACHED_IPC_NAME": "bare-peer",
         "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -112,9 +108,8 @@ def cost(p: Product, meter: Meter) -> dict[str, Any]:
     try:
         p.wait(lambda: _healthy("http://127.0.0.1:18222"), 200, "bare engine", 0.5)
         ours, theirs = [], []
-        url = f"http://127.0.0.1:{row['port']}"
         for round_ in range(4):
-            ours.append(Burst(url, newest.read_text(), "a", 256, 512, 128, seed=round_).run().summary())
+            ours.append(Burst(*direct(p, row), "a", 256, 512, 128, seed=round_).run().summary())
             theirs.append(Burst("http://127.0.0.1:18222", "none", "a", 256, 512, 128, seed=round_).run().summary())
     finally:
         os.killpg(bare.pid, signal.SIGKILL)
@@ -122,10 +117,6 @@ def cost(p: Product, meter: Meter) -> dict[str, Any]:
     mine = sum(one["tokens_per_s"] for one in ours[1:])
     peer = sum(one["tokens_per_s"] for one in theirs[1:])
     return {"with_addon": ours, "bare": theirs, "ratio": round(mine / peer, 3)}
-
-
-def _attempt(folder: Path) -> str:
-    return (folder / "attempt.json").read_text()
 
 
 def _healthy(url: str) -> bool:
