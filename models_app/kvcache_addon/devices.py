@@ -1,11 +1,13 @@
 """The instance's own GPUs, by NVML: reading them through torch would make a CUDA context in the API server (hundreds
 of MB).
 
-Index 0 of a process is the first entry of ``CUDA_VISIBLE_DEVICES``, not GPU 0 of the machine.
+Index 0 of a process is the first entry of ``CUDA_VISIBLE_DEVICES``, not GPU 0 of the machine. NVML stays open once it
+is: this is read every second.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -16,17 +18,13 @@ def own_gpus(count: int) -> list[dict[str, Any]]:
     Empty where there is no NVML. Memory by the second version of the query: the first counts the driver's reserve as
     used.
     """
-    nvml = _load()
+    nvml = _open()
     if nvml is None:
         return []
     try:
-        nvml.nvmlInit()
-        try:
-            handles = _visible(nvml)[:count]
-            return [_reading(nvml, handle) for handle in handles]
-        finally:
-            nvml.nvmlShutdown()
+        return [_reading(nvml, handle) for handle in _visible(nvml)[:count]]
     except Exception:  # NVML's own error class lives in whichever module was found
+        _open.cache_clear()
         return []
 
 
@@ -69,7 +67,9 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _load() -> Any | None:
+@functools.cache
+def _open() -> Any | None:
+    """NVML, ready for questions; None where there is no driver."""
     try:
         from vllm.third_party import pynvml
     except ImportError:
@@ -77,4 +77,8 @@ def _load() -> Any | None:
             import pynvml
         except ImportError:
             return None
+    try:
+        pynvml.nvmlInit()
+    except Exception:
+        return None
     return pynvml

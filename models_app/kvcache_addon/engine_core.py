@@ -198,9 +198,15 @@ class Addon:
             "last_reclaim": self.reclaimer.last,
             "warnings": list(self.warnings),
         }
-        if self.control is None or self.pool is None:
-            return facts
-        control, pool, g = self.control, self.pool, self.pool.geometry
+        if self.control is not None and self.pool is not None:
+            try:
+                facts |= self._pool_facts(self.pool, self.control, facts)
+            except RuntimeError as exc:  # kvcached's StateConsistencyError: its allocator answers nothing any more
+                facts["warnings"].append(f"kvcached's pool has failed, restart the engine: {exc}")
+        return facts
+
+    def _pool_facts(self, pool: KVPool, control: LimitControl, facts: dict[str, Any]) -> dict[str, Any]:
+        g = pool.geometry
         drift_seen = control.drift_bytes()
         control.settle()
         if self.reclaimer.last is not None:
@@ -211,7 +217,7 @@ class Addon:
         facts["requests"]["starved_by"] = self.demand.starved_by(limit_pages)
         if pool.quarantined():
             facts["warnings"].append("kvcached has pages in quarantine and refuses other sizes: restart the engine")
-        return facts | {
+        return {
             "ipc_name": pool.segment.name,
             "limit_bytes": numbers.limit_bytes if numbers else 0,
             "effective_limit_bytes": control.effective_bytes(),

@@ -81,9 +81,11 @@ class ResizeGuard:
         self.written_bytes = limit_bytes
 
     def put_back(self) -> bool:
-        """Write our limit over a stranger's that cannot be honoured: above capacity, not above 0, or no file at all."""
+        """Write our limit over a stranger's that cannot be honoured: above capacity, below the hard minimum, or no file
+        at all. A limit between the two is left alone (and shown as drift)."""
         numbers = self._segment.read()
-        if numbers is not None and 0 < numbers.limit_bytes <= max(self._geometry.capacity_bytes, self.written_bytes):
+        highest = max(self._geometry.capacity_bytes, self.written_bytes)
+        if numbers is not None and self._geometry.hard_minimum_bytes <= numbers.limit_bytes <= highest:
             return False
         try:
             self.write(self.written_bytes)
@@ -98,7 +100,7 @@ class ResizeGuard:
         """Whether kvcached is about to apply a watched value that does not hold (any more)."""
         if pages == self.wanted_pages or new_mem_size != int(self._manager.page_allocator.get_resize_target()):
             return False  # what we want, or somebody's own call
-        if pages > self._geometry.capacity_pages:
+        if not HARD_MINIMUM_BUNDLES <= pages <= self._geometry.capacity_pages:
             self.put_back()
             return True
         if self.wanted_pages is None:

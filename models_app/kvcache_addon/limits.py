@@ -217,8 +217,10 @@ class LimitControl:
             raise Refused(409, "unavailable", "the pool still waits for its first page: the GPU is full")
         try:
             return pool.resize(target_pages)
-        except ValueError as exc:  # kvcached's QuarantinedResizeError
+        except Exception as exc:
             guard.wanted_pages = was
+            if not isinstance(exc, ValueError):  # kvcached's QuarantinedResizeError is one
+                raise
             raise Refused(409, "rejected", f"kvcached refuses another size: {exc}; the engine needs a restart") from exc
 
     def _remember(self, order: LimitOrder, revision: int) -> None:

@@ -43,7 +43,7 @@ class Pages(NamedTuple):
 class KVPool:
     """One engine's pool."""
 
-    def __init__(self, manager: Any, block_pool: Any, segment: Segment | None = None) -> None:
+    def __init__(self, manager: Any, block_pool: Any) -> None:
         check_supported(manager)
         self.manager = manager
         self.block_pool = block_pool
@@ -56,7 +56,7 @@ class KVPool:
         )
         #: The segment's limit at start: up to a bundle more than whole pages come to.
         self.start_bytes = int(manager.mem_size) * self.geometry.buffers
-        self.segment = segment or Segment(str(manager.ipc_name))
+        self.segment = Segment(str(manager.ipc_name))
         self.guard = ResizeGuard(manager, self.geometry, self.segment, self.start_bytes)
 
     # --- reading -------------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def segment_name(name: str) -> str:
 class Segment:
     """The segment of one pool."""
 
-    def __init__(self, name: str, directory: Path = DIRECTORY) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.path = directory / name
+        self.path = DIRECTORY / name
 
     def read(self) -> Numbers | None:
         """The three numbers; None when the file is missing or too short.

@@ -54,11 +54,17 @@ class Slumber:
         config = getattr(self.engine.vllm_config, "model_config", None)
         return bool(getattr(config, "enable_sleep_mode", False)) or os.environ.get(SELF_TEST) == "1"
 
+    def _load_format(self) -> str:
+        config = getattr(self.engine.vllm_config, "load_config", None)
+        return str(getattr(config, "load_format", "") or "")
+
     def prepare(self, level: int) -> dict[str, Any]:
         """Note the level before vLLM is told to sleep. ``already``: it sleeps at this level. Raises ``Refused``
         (409)."""
         if not self.enabled():
             raise Refused(409, "sleep_disabled", "this engine was started without --enable-sleep-mode")
+        if level == 2 and self._load_format() == "dummy":
+            raise Refused(409, "sleep_disabled", "level 2 drops the weights, and dummy weights cannot be read again")
         facts = self.facts()
         if facts["level"] is not None:
             if facts["level"] != level or len(facts["asleep_tags"]) < len(WAKE_TAGS):
@@ -99,6 +105,6 @@ class Slumber:
                 facts = self.facts()
                 raise Refused(500, "wake_failed", f"waking the {tag} failed: {exc}", **facts) from exc
         if was_asleep and not self.asleep_tags():
-            self.engine.scheduler.reset_prefix_cache()
+            self.engine.reset_prefix_cache()
             self._level = None
         return self.facts()
