@@ -1,1 +1,3 @@
+"""Rules of GPUs are entered on the Policies page: see models_app.forms.policy."""
+
 from __future__ import annotations

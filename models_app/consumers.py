@@ -56,7 +56,7 @@ class _Verdicts:
         if len(self._known) > 2000:
             self._known.clear()
         self._known[session_key] = (now, verdict)
-        return verdict
+        return bool(verdict)
 
 
 def _still_allowed(session_key: str) -> bool:
@@ -70,7 +70,7 @@ def _still_allowed(session_key: str) -> bool:
 verdicts = _Verdicts()
 
 
-class LiveConsumer(AsyncWebsocketConsumer):
+class LiveConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]  # channels carries no types
     """``/ws/live``; with ``?samples=1`` readings come too, without it only notes of what changed."""
 
     async def connect(self) -> None:
@@ -195,10 +195,11 @@ class LiveConsumer(AsyncWebsocketConsumer):
 
 def origin_is_ours(scope: dict[str, Any]) -> bool:
     """A browser's Origin must be the host that it spoke to, or one of CSRF_TRUSTED_ORIGINS; no Origin, no browser."""
-    headers = dict(scope.get("headers") or [])
+    headers: dict[bytes, bytes] = dict(scope.get("headers") or [])
     origin = headers.get(b"origin", b"").decode("latin-1")
     if not origin:
         return True
     if origin in settings.CSRF_TRUSTED_ORIGINS:
         return True
-    return urlsplit(origin).netloc == headers.get(b"host", b"").decode("latin-1")
+    host: str = headers.get(b"host", b"").decode("latin-1")
+    return bool(urlsplit(origin).netloc == host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from django.http import HttpRequest
 from django.utils.functional import SimpleLazyObject
@@ -42,7 +42,7 @@ PLACES = (
 
 def theme_of(request: HttpRequest) -> Theme:
     chosen = request.COOKIES.get(THEME_COOKIE, "auto")
-    return cast("Theme", chosen) if chosen in THEMES else "auto"
+    return chosen if chosen in THEMES else "auto"
 
 
 def shell(request: HttpRequest) -> dict[str, Any]:

@@ -33,6 +33,10 @@ def field_title(name: str) -> str:
     return _TITLES.get(name, name.replace("_", " ").capitalize())
 
 
+def _choices(source: Any) -> list[tuple[Any, str]]:
+    return list(source.choices)
+
+
 @register.inclusion_tag("models_app/_field.html")
 def field(
     bound: BoundField,
@@ -71,16 +75,14 @@ def field(
         context["value"] = value in (True, "on", "true", "True", "1")
     elif isinstance(source, (forms.ModelMultipleChoiceField, forms.MultipleChoiceField)):
         chosen = {str(getattr(one, "pk", one)) for one in value or ()}
-        options = [
-            {"value": str(key), "label": text, "chosen": str(key) in chosen} for key, text in list(source.choices)
-        ]
+        options = [{"value": str(key), "label": text, "chosen": str(key) in chosen} for key, text in _choices(source)]
         context |= {"kind": "multiple", "options": options, "rows": min(6, max(2, len(options)))}
     elif isinstance(source, forms.ChoiceField):
         context |= {
             "kind": "select",
             "options": [
                 {"value": key, "label": text, "chosen": str(key) == str("" if value is None else value)}
-                for key, text in list(source.choices)
+                for key, text in _choices(source)
             ],
         }
     elif isinstance(source.widget, forms.Textarea):

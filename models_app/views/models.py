@@ -88,7 +88,7 @@ def models(request: HttpRequest) -> HttpResponse:
             Q(served_model_name__icontains=wanted) | Q(model__icontains=wanted) | Q(aliases__name__icontains=wanted)
         ).distinct()
     page = Paginator(rows, PAGE).get_page(request.GET.get("page"))
-    lines = [_line(model, _shown(model.present)) for model in page]
+    lines = [_line(model, _shown(list(getattr(model, "present", ())))) for model in page]
     context = {"page": page, "lines": lines, "q": wanted}
     template = "models_app/_models.html" if target_is(request, "models") else "models_app/models.html"
     return render(request, template, context)
