@@ -101,7 +101,7 @@ class Scanner:
         self._held = b""
 
     def feed(self, block: bytes) -> bytes:
-        if self._held or not block.endswith(b"\n\n"):
+        if self._held or self.inside or not block.endswith(b"\n\n"):
             block = self._whole_events(block)
             if not block:
                 return b""

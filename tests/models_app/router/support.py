@@ -187,14 +187,18 @@ class FakeEngine:
             await asyncio.gather(work, return_exceptions=True)
             if work.cancelled():
                 return False
-            if (failure := work.exception()) is not None and not isinstance(failure, ConnectionError):
+            failure = work.exception()
+            if isinstance(failure, ConnectionError):  # the router left while we wrote
+                self.gone += 1
+                gone.set()
+                return False
+            if failure is not None:
                 raise failure
             return not writer.transport.is_closing()
         finally:
-            if not watch.done():
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+            watch.cancel()
             work.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
 
 def model(name: str = "m", *engines: FakeEngine, **fields: Any) -> dict[str, Any]:
