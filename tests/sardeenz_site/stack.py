@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -103,8 +104,9 @@ class Stack:
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout or ():
-            self.lines.append(line.rstrip())
+        with process.stdout or contextlib.nullcontext(()) as lines:
+            for line in lines:
+                self.lines.append(line.rstrip())
 
     def start(self) -> None:
         """Start and wait until it says that it is ready."""
@@ -166,19 +168,23 @@ class Stack:
         }
         found: dict[str, psutil.Process] = {}
         for child in psutil.Process(self.process.pid).children():
-            words = " ".join(child.cmdline())
+            try:
+                words = " ".join(child.cmdline())
+            except psutil.Error:  # it ended just now
+                continue
             found.update({name: child for name, mark in marks.items() if mark in words and name not in found})
         return found
 
-    def login(self, password: str) -> httpx.Client:
+    @contextlib.contextmanager
+    def login(self, password: str) -> Iterator[httpx.Client]:
         """A browser session of the first admin."""
-        client = httpx.Client(base_url=self.url, timeout=20, follow_redirects=False)
-        client.get("/login/").raise_for_status()
-        token = client.cookies["sardeenz_csrf"]
-        answer = client.post(
-            "/login/",
-            data={"username": "admin", "password": password, "csrfmiddlewaretoken": token},
-            headers={"Referer": self.url},
-        )
-        assert answer.status_code == 302, answer.status_code
-        return client
+        with httpx.Client(base_url=self.url, timeout=20) as client:
+            client.get("/login/").raise_for_status()
+            form = {
+                "username": "admin",
+                "password": password,
+                "csrfmiddlewaretoken": client.cookies["sardeenz_csrf"],
+            }
+            answer = client.post("/login/", data=form, headers={"Referer": self.url})
+            assert answer.status_code == 302, answer.status_code
+            yield client
