@@ -221,15 +221,25 @@ def _locked(instance: Instance) -> Instance:
 
 
 def limit_write(
-    instance: Instance, wanted: int, *, actor: str, reclaim: str | None = None, reason: str = "", automatic: bool | None
+    instance: Instance,
+    wanted: int,
+    *,
+    actor: str,
+    reclaim: str | None = None,
+    reason: str = "",
+    automatic: bool | None,
+    expected_revision: int | None = None,
 ) -> int:
     """Write a wish without waiting for its answer; the revision it got. For the controller and for plans.
 
-    ``automatic`` None leaves it open whose hand the limit is in. Raises as ``kvcache_limit_set``.
+    ``automatic`` None leaves it open whose hand the limit is in. ``expected_revision``: the one that the plan was made
+    from; a limit that an operator has set since then is not covered. Raises as ``kvcache_limit_set``, and Conflict.
     """
     broker.require()
     with transaction.atomic():
         row = _locked(instance)
+        if expected_revision is not None and row.limit_revision != expected_revision:
+            raise Conflict(f"{row.limit_set_by} has set another limit in the meantime.")
         _check(row, wanted, False)
         return _write(row, wanted, actor, False, reclaim, reason=reason, automatic=automatic)
 

@@ -85,7 +85,15 @@ def _carry_out(group: list[Card], plan: Plan) -> None:
         if instance.limit_bytes == step.to_bytes and asked:
             continue
         try:
-            limit_write(instance, step.to_bytes, actor=ACTOR, reclaim=step.reclaim, reason=step.reason, automatic=None)
+            limit_write(
+                instance,
+                step.to_bytes,
+                actor=ACTOR,
+                reclaim=step.reclaim,
+                reason=step.reason,
+                automatic=None,
+                expected_revision=instance.limit_revision,
+            )
         except BrokerAway:
             raise
         except SardeenzError as exc:

@@ -17,6 +17,7 @@ from models_app.services.kvcache import (
     kvcache_limit_set,
     kvcache_safety_floor,
     kvcache_trim,
+    limit_write,
 )
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_instance, make_model
@@ -193,6 +194,14 @@ def test_of_two_writers_the_first_hears_that_the_other_was_last(sent: list[Any])
     assert answer.status == "conflict"
     assert "bert" in answer.message
     assert Instance.objects.get(pk=row.pk).limit_bytes == 5 * GIB
+
+
+def test_plan_made_before_an_operators_limit_does_not_cover_it(sent: list[Any]) -> None:
+    planned_from = make_instance()
+    kvcache_limit_set(planned_from, size="3G", actor="anna", wait_s=0)
+    with pytest.raises(Conflict, match="anna"):
+        limit_write(planned_from, 5 * GIB, actor="controller", automatic=None, expected_revision=0)
+    assert Instance.objects.get().limit_bytes == 3 * GIB
 
 
 @pytest.mark.django_db(transaction=True)
