@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gpus_app.policies.base import GIB, GpuView, InstanceView, StepKind, round_up
-from gpus_app.policies.rebalance import rebalance
+from gpus_app.policies.base import GIB, MIB, GpuView, Harm, InstanceView, Plan, StepKind, gib, round_up
+from gpus_app.policies.rebalance import rebalance, rebalance_cards
 from tests.gpus_app.policies.worlds import BUNDLES, NOW, apply, claims, gpu, instance, worlds
 
 World = tuple[GpuView, list[InstanceView]]
@@ -182,29 +182,27 @@ def run_load(rows: list[InstanceView], wants: dict[int, tuple[int, int]]) -> lis
     return after
 
 
-@settings(max_examples=150)
 @given(loads())
 def test_a_constant_load_converges_and_does_not_oscillate(case) -> None:
     card, rows, wants = case
     quiet = 0
     history = []
-    for tick in range(60):
+    for tick in range(45):
         rows = run_load(rows, wants)
         plan = rebalance(card, rows, NOW + tick * 30)
         history.append(plan.sentence)
         rows = apply(plan, rows)
         quiet = 0 if plan.steps else quiet + 1
-    assert quiet >= 20, history
+    assert quiet >= 15, history
 
 
-@settings(max_examples=60)
 @given(loads())
 def test_where_limits_start_does_not_matter_where_they_end(case) -> None:
     card, rows, wants = case
     ends = []
     for start in (rows, [replace(row, limit_bytes=row.lowest_bytes) for row in rows]):
         now_rows = start
-        for tick in range(60):
+        for tick in range(45):
             now_rows = run_load(now_rows, wants)
             now_rows = apply(rebalance(card, now_rows, NOW + tick * 30), now_rows)
         ends.append(now_rows)
@@ -213,3 +211,152 @@ def test_where_limits_start_does_not_matter_where_they_end(case) -> None:
         assert (
             abs(one.limit_bytes - two.limit_bytes) <= 0.3 * max(one.limit_bytes, two.limit_bytes) + 4 * one.bundle_bytes
         )
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def moves(plan: Plan) -> dict[int, tuple[str, int]]:
+    return {step.instance_id: (str(step.kind), step.to_bytes) for step in plan.steps}
+
+
+def test_a_hungry_instance_gets_what_an_idle_one_does_not_use() -> None:
+    """The story: A has waiting requests, B sits on a limit."""
+    hungry = instance(1, limit_bytes=30 * GIB, used_bytes=30 * GIB, running=30, waiting=20)
+    idle = instance(2, limit_bytes=40 * GIB)
+    plan = rebalance(gpu(), [hungry, idle], NOW)
+    assert [step.kind for step in plan.steps] == [StepKind.LOWER, StepKind.RAISE]
+    lower, rise = plan.steps
+    assert lower.instance_id == 2 and "m1 needs more: 20 requests wait" in lower.reason
+    assert rise.instance_id == 1 and rise.to_bytes > 45 * GIB and "20 requests wait" in rise.reason
+
+
+def test_limits_at_start_that_promise_the_card_twice_are_lowered() -> None:
+    """aibrix 2770: each engine believes that it owns most of the card."""
+    rows = [instance(id, limit_bytes=60 * GIB) for id in (1, 2, 3)]
+    plan = rebalance(gpu(), rows, NOW)
+    assert all(step.kind is StepKind.LOWER for step in plan.steps) and len(plan.steps) == 3
+    assert claims(gpu(), apply(plan, rows)) <= 80 * GIB
+    assert "more than the card has" in plan.steps[0].reason
+
+
+def test_priority_decides_whose_demand_is_met_first() -> None:
+    high = instance(1, priority=90, limit_bytes=10 * GIB, used_bytes=10 * GIB, running=10, waiting=100)
+    low = instance(2, priority=10, limit_bytes=60 * GIB, used_bytes=60 * GIB, running=60, waiting=100)
+    targets = rebalance(gpu(), [high, low], NOW).targets
+    lowest = low.lowest_bytes
+    assert targets[2] < 60 * GIB and targets[2] >= lowest
+
+
+def test_equals_meet_in_the_middle() -> None:
+    rows = [
+        instance(1, limit_bytes=60 * GIB, used_bytes=60 * GIB, running=60, waiting=60),
+        instance(2, limit_bytes=10 * GIB, used_bytes=10 * GIB, running=10, waiting=60),
+    ]
+    wants = {1: (300, GIB), 2: (300, GIB)}
+    for tick in range(10):
+        rows = run_load(rows, wants)
+        rows = apply(rebalance(gpu(), rows, NOW + 30 * tick), rows)
+    assert abs(rows[0].limit_bytes - rows[1].limit_bytes) <= 0.1 * rows[0].limit_bytes
+
+
+def test_an_idle_instance_shrinks_to_its_floor_by_its_rule_and_grows_again() -> None:
+    resting = instance(1, idle_shrink_after_s=300.0, idle_since=NOW - 301, floor_bytes=GIB)
+    plan = rebalance(gpu(), [resting], NOW)
+    assert moves(plan) == {1: ("lower", GIB)} and "idle for 301 s" in plan.steps[0].reason
+    awake = replace(resting, limit_bytes=GIB, idle_since=None, running=1, used_bytes=GIB)
+    assert moves(rebalance(gpu(), [awake], NOW))[1][0] == "raise"
+    assert rebalance(gpu(), [replace(resting, idle_since=NOW - 200)], NOW).targets[1] > GIB
+
+
+def test_a_guarantee_holds_against_idleness_and_neighbours() -> None:
+    resting = instance(1, idle_shrink_after_s=10.0, idle_since=NOW - 99, guarantee_bytes=12 * GIB)
+    hungry = instance(2, priority=100, used_bytes=30 * GIB, limit_bytes=30 * GIB, running=9, waiting=900)
+    assert rebalance(gpu(), [resting, hungry], NOW).targets[1] == 12 * GIB
+
+
+def test_a_small_difference_is_left_alone() -> None:
+    rows = [instance(1, limit_bytes=36 * GIB, used_bytes=9 * GIB, running=3), instance(2, limit_bytes=35 * GIB)]
+    calm = rebalance(gpu(), rows, NOW)
+    rows = apply(calm, rows)
+    nudged = [replace(rows[0], used_bytes=rows[0].used_bytes + GIB // 2), rows[1]]
+    assert rebalance(gpu(), nudged, NOW + 60).steps == ()
+
+
+def test_a_limit_just_set_is_left_alone_unless_the_bytes_are_needed() -> None:
+    rows = [
+        instance(1, limit_bytes=10 * GIB, limit_set_at=NOW - 3),
+        instance(2, limit_bytes=40 * GIB, limit_set_at=NOW - 3),
+    ]
+    assert rebalance(gpu(), rows, NOW).steps == ()
+    hungry = [replace(rows[0], used_bytes=10 * GIB, running=5, waiting=50), rows[1]]
+    assert moves(rebalance(gpu(), hungry, NOW))[1][0] == "raise"
+
+
+def test_bytes_not_given_back_yet_are_not_given_twice() -> None:
+    """F2: a deferred limit still holds its footprint."""
+    over = instance(1, limit_bytes=10 * GIB, used_bytes=50 * GIB, prealloc_bytes=0, running=50, limit_set_at=NOW - 1)
+    hungry = instance(2, limit_bytes=16 * GIB, used_bytes=16 * GIB, running=9, waiting=90, prealloc_bytes=0)
+    for step in rebalance(gpu(), [over, hungry], NOW).steps:
+        if step.kind is StepKind.RAISE and step.instance_id == 2:
+            assert 50 * GIB + step.to_bytes + 8 * GIB <= 80 * GIB
+
+
+def test_a_limit_above_capacity_is_brought_down() -> None:
+    """A3."""
+    wild = instance(1, limit_bytes=70 * GIB, capacity_bytes=60 * GIB)
+    plan = rebalance(gpu(total_bytes=141 * GIB), [wild], NOW)
+    assert moves(plan)[1] == ("lower", 60 * GIB) and "capacity" in plan.steps[0].reason
+
+
+def test_a_starving_instance_gets_room_for_its_longest_request() -> None:
+    """A5: requests wait and none runs; the first one is longer than the limit allows."""
+    stuck = instance(1, limit_bytes=2 * GIB, waiting=1, full_context_bytes=12 * GIB, floor_bytes=GIB)
+    neighbour = instance(2, limit_bytes=60 * GIB, used_bytes=58 * GIB, running=50)
+    steps = moves(rebalance(gpu(), [stuck, neighbour], NOW))
+    assert steps[2][0] == "lower" and steps[1] == ("raise", 13 * GIB + GIB // 2)
+
+
+def test_the_top_of_the_card_that_kvcached_never_maps_is_not_promised() -> None:
+    rows = [instance(1, limit_bytes=GIB, capacity_bytes=80 * GIB, used_bytes=GIB, running=1, waiting=9)]
+    plan = rebalance(gpu(kv_headroom_bytes=4 * GIB), rows, NOW)
+    assert plan.targets[1] <= 72 * GIB
+
+
+def test_squeezing_a_busy_instance_uses_its_own_way_of_reclaiming() -> None:
+    busy = instance(1, priority=10, limit_bytes=60 * GIB, used_bytes=60 * GIB, running=60, reclaim="preempt")
+    high = instance(2, priority=90, limit_bytes=10 * GIB, used_bytes=10 * GIB, running=10, waiting=500)
+    lower = next(step for step in rebalance(gpu(), [busy, high], NOW).steps if step.instance_id == 1)
+    assert lower.reclaim == "preempt" and lower.harm is Harm.SQUEEZE and lower.expected_bytes > 0
+
+
+def test_a_tensor_parallel_instance_has_one_limit_for_all_its_cards() -> None:
+    split = instance(1, tensor_parallel_size=2, limit_bytes=50 * GIB, used_bytes=20 * GIB, running=5)
+    alone = instance(2, limit_bytes=30 * GIB, used_bytes=29 * GIB, running=29, waiting=60, priority=90)
+    cards = [(gpu(uuid="GPU-0"), [split, alone]), (gpu(uuid="GPU-1"), [split])]
+    plan = rebalance_cards(cards, NOW)
+    rows = {row.id: row for row in apply(plan, [split, alone])}
+    for card, instances in cards:
+        assert claims(card, [rows[row.id] for row in instances]) <= card.total_bytes
+    assert len([step for step in plan.steps if step.instance_id == 1]) <= 1
+    again = rebalance_cards([(card, [rows[row.id] for row in instances]) for card, instances in cards], NOW + 60)
+    assert not any(step.kind is StepKind.LOWER for step in again.steps)
+
+
+@given(worlds(4), worlds(3))
+def test_cards_that_share_an_instance_keep_their_laws(one: World, two: World) -> None:
+    first, second = replace(one[0], uuid="GPU-0"), replace(two[0], uuid="GPU-1")
+    others = [replace(row, id=row.id + 100) for row in two[1]]
+    shared = one[1][:1]
+    cards = [(first, one[1]), (second, [*others, *shared])]
+    plan = rebalance_cards(cards, NOW)
+    rows = {row.id: row for row in apply(plan, [*one[1], *others])}
+    kinds = [step.kind for step in plan.steps]
+    assert kinds == sorted(kinds, key=lambda kind: kind is StepKind.RAISE)
+    if plan.feasible:
+        for card, instances in cards:
+            assert claims(card, [rows[row.id] for row in instances]) <= card.total_bytes
+
+
+def test_bytes_in_sentences_are_readable() -> None:
+    assert (gib(1536 * MIB), gib(64 * MIB), gib(0)) == ("1.5 GiB", "64 MiB", "0 MiB")
