@@ -10,6 +10,7 @@ from typing import Any
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
+from models_app.engines.environment import extra_names
 from sardeenz_site import env
 from sardeenz_site.health import check_broker
 
@@ -17,7 +18,9 @@ from sardeenz_site.health import check_broker
 OTHER_NAMES = frozenset(
     {
         "SARDEENZ_ADMIN_PASSWORD",
+        "SARDEENZ_ENGINE_REQUIRED",
         "SARDEENZ_ENGINE_TOKEN_FILE",
+        "SARDEENZ_ENGINE_VENV",
         "SARDEENZ_INITIAL_LIMIT_BYTES",
         "SARDEENZ_INSTANCE",
         "SARDEENZ_TEST_DB",
@@ -41,6 +44,12 @@ def check_names(**_: Any) -> list[CheckMessage]:
         hint = f"Did you mean {near[0]}?" if near else "README lists every setting."
         found.append(Warning(f"{name} is set, but there is no such setting.", hint=hint, id="sardeenz.W001"))
     return found
+
+
+def check_engine_env(**_: Any) -> list[CheckMessage]:
+    """Names that no engine may get, although they were asked for: said here, kept out in any case."""
+    _names, refused = extra_names(",".join(settings.SARDEENZ_ENGINE_ENV))
+    return [Warning(sentence, hint="Take the name out.", id="sardeenz.W003") for sentence in refused]
 
 
 def check_layer(**_: Any) -> list[CheckMessage]:
@@ -93,6 +102,7 @@ def check_deployment(**_: Any) -> list[CheckMessage]:
 
 def register_checks() -> None:
     register(check_names, Tags.compatibility)
+    register(check_engine_env, Tags.compatibility)
     register(check_layer, Tags.compatibility)
     register(check_single_host, Tags.database)
     register(check_redis, Tags.security, deploy=True)

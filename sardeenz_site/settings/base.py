@@ -24,6 +24,7 @@ from sardeenz_site.settings.paths import SARDEENZ_HOME as SARDEENZ_HOME  # a set
 SARDEENZ_HOST_NAME = env_str("SARDEENZ_HOST_NAME", socket.gethostname().split(".")[0][:64])
 SARDEENZ_HOST_ADDRESS = env_str("SARDEENZ_HOST_ADDRESS", "127.0.0.1")
 SARDEENZ_VLLM = env_str("SARDEENZ_VLLM", "vllm")  # command that starts vLLM: a name on PATH or a path
+SARDEENZ_ENGINE_ENV = env_list("SARDEENZ_ENGINE_ENV", [])  # read again, and judged, by models_app.engines.environment
 # What this machine runs, never "auto" here, and why in a sentence.
 SARDEENZ_ENGINE, SARDEENZ_ENGINE_REASON = choose_engine(
     env_choice("SARDEENZ_ENGINE", "auto", ("auto", "vllm", "simulated")), SARDEENZ_VLLM

@@ -138,6 +138,13 @@ def test_misspelt_setting_is_pointed_at_with_the_right_name(monkeypatch: pytest.
     assert "SARDEENZ_SIM_GPUS" in (found[0].hint or "")
 
 
+def test_variables_that_no_engine_may_get_are_pointed_at(settings: Any) -> None:
+    settings.SARDEENZ_ENGINE_ENV = ["MY_TUNING", "VLLM_SERVER_DEV_MODE"]
+    found = checks.check_engine_env()
+    assert [m.id for m in found] == ["sardeenz.W003"]
+    assert "VLLM_SERVER_DEV_MODE" in found[0].msg
+
+
 def test_memory_layer_is_refused_beside_a_real_broker(settings: Any) -> None:
     assert checks.check_layer() == []
     settings.CELERY_BROKER_URL = "redis://127.0.0.1/0"
