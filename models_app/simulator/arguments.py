@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from models_app.simulator.facts import parse_version
+
 FLAG_TABLE = Path(__file__).parents[1] / "engines" / "data" / "vllm_flags.json"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _COMMANDS = "{chat,complete,serve,launch,bench,collect-env,run-batch}"
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_LIST_FLAGS = frozenset({"--served-model-name", "--lora-modules", "--allowed-origins", "--allowed-methods"})
+_NARGS = {"one": None, "many": "+", "optional": "?"}
 
 
 def human_readable_int(text: str) -> int:
@@ -41,6 +43,9 @@ def human_readable_int_or_auto(text: str) -> int:
     return -1 if text.strip() in ("-1", "auto") else human_readable_int(text)
 
 
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "size": human_readable_int}
+
+
 class Parser(argparse.ArgumentParser):
     """Errors in vLLM's form; ``--flag_name`` is ``--flag-name``."""
 
@@ -56,14 +61,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{usage}vllm: error: unrecognized arguments: {' '.join(extras)}\n")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], vllm_version: str) -> argparse.Namespace:
     """The arguments after ``serve``. Ends the process with code 2 on nonsense, as vLLM does."""
-    tokens = [_dashed(token) for token in argv]
+    tokens = [_plain(token) for token in argv]
     names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
     # A repeated flag is only noted; the last one wins.
     if repeated := sorted({name for name in names if names.count(name) > 1 and name != "--middleware"}):
         print(f"Found duplicate keys {', '.join(repeated)}", file=sys.stderr, flush=True)  # noqa: T201
-    parser = _parser()
+    parser = _parser(vllm_version)
     options, extras = parser.parse_known_args(tokens)
     if extras:
         parser.unknown(extras)
@@ -71,15 +76,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _dashed(token: str) -> str:
+def _plain(token: str) -> str:
+    """Underscores as dashes; ``--flag.key`` (one key of a JSON value) as the flag."""
     if not token.startswith("--"):
         return token
     name, equals, value = token.partition("=")
-    head, dot, tail = name.partition(".")
-    return head.replace("_", "-") + dot + tail + equals + value
+    return name.partition(".")[0].replace("_", "-") + equals + value
 
 
-def _parser() -> Parser:
+def _parser(vllm_version: str) -> Parser:
     parser = Parser(prog="vllm serve", add_help=True)
     add = parser.add_argument
     add("model_tag", nargs="?")
@@ -119,15 +124,16 @@ def _parser() -> Parser:
     ):
         add(flag, action=argparse.BooleanOptionalAction, default=flag == "--enable-prefix-caching")
     taken = {name for action in parser._actions for name in action.option_strings}
-    for name, boolean in _passed_over().items():
-        if name in taken:
+    for row in _passed_over(vllm_version):
+        names = [name for name in row["names"] if name not in taken]
+        if not names:
             continue
-        taken.add(name)
-        if boolean:
-            # Its ``--no-`` form is in the table by itself where there is one.
-            add(name, action="store_true", help=argparse.SUPPRESS)
+        taken.update(names)
+        if row["takes"] == "none":
+            add(*names, action="store_true", dest=names[0])
         else:
-            add(name, nargs="+" if name in _LIST_FLAGS else None, help=argparse.SUPPRESS)
+            kind = _KINDS.get(row.get("kind", ""), str)
+            add(*names, nargs=_NARGS[row["takes"]], type=kind, choices=row.get("choices"), dest=names[0])
     return parser
 
 
@@ -144,42 +150,13 @@ def _named(function: Callable[[str], int]) -> Callable[[str], int]:
     return convert
 
 
-def _passed_over() -> dict[str, bool]:
-    """Known flags that mean nothing here: name and whether it stands alone."""
-    known = dict.fromkeys(_WITH_VALUE.split(), False) | dict.fromkeys(_ALONE.split(), True)
+def _passed_over(vllm_version: str) -> list[dict[str, Any]]:
+    """The rows of the launcher's table that hold for this version (or the nearest that the table knows)."""
     try:
-        table: Any = json.loads(FLAG_TABLE.read_text())
+        table = json.loads(FLAG_TABLE.read_text())
     except (OSError, ValueError):
-        return known
-    return known | dict(_table_rows(table))
-
-
-def _table_rows(table: Any) -> list[tuple[str, bool]]:
-    """Flag names and *takes no value* out of the launcher's table, whatever else stands in it."""
-    rows = table.get("flags", table) if isinstance(table, dict) else table
-    if isinstance(rows, dict):
-        rows = [{"name": name, **(row if isinstance(row, dict) else {})} for name, row in rows.items()]
-    found = []
-    for row in rows if isinstance(rows, list) else []:
-        names = [row.get("name"), *row.get("names", ()), *row.get("options", ()), *row.get("aliases", ())]
-        alone = row.get("nargs") == 0 or bool(row.get("boolean")) or str(row.get("kind")) in ("flag", "boolean")
-        found += [(name, alone) for name in names if isinstance(name, str) and name.startswith("-")]
-    return found
-
-
-_WITH_VALUE = """
---tokenizer --tokenizer-mode --tokenizer-revision --code-revision --hf-config-path --hf-overrides --hf-token --seed
---download-dir --chat-template --chat-template-content-format --response-role --tool-call-parser --reasoning-parser
---uvicorn-log-level --ssl-keyfile --ssl-certfile --ssl-ca-certs --log-config-file --max-log-len --lora-modules
---max-loras --max-lora-rank --attention-backend --compilation-config --speculative-config --limit-mm-per-prompt
---mm-processor-kwargs --allowed-local-media-path --generation-config --override-generation-config --runner --convert
---task --swap-space --cpu-offload-gb --distributed-executor-backend --scheduling-policy --additional-config
---kv-transfer-config --kv-events-config --allowed-origins --allowed-methods --allowed-headers --api-server-count
---model-impl --prefix-caching-hash-algo --stream-interval --optimization-level -O --structured-outputs-config
-"""
-_ALONE = """
---disable-log-stats --enable-lora --enable-expert-parallel --enable-chunked-prefill --no-enable-chunked-prefill
---disable-frontend-multiprocessing --enable-prompt-tokens-details --enable-force-include-usage --allow-credentials
---skip-tokenizer-init --disable-custom-all-reduce --enable-request-id-headers --no-async-scheduling
---disable-fastapi-docs --enable-tokenizer-info-endpoint --use-tqdm-on-load --no-use-tqdm-on-load --headless
-"""
+        return []
+    wanted = parse_version(vllm_version)
+    known = sorted(table["versions"], key=parse_version)
+    nearest = next((version for version in reversed(known) if parse_version(version) <= wanted), known[0])
+    return [row for row in table["flags"] if nearest in row["versions"]]

@@ -91,7 +91,8 @@ class Config:
 
 def read(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Config:
     """Parse the arguments after ``serve``. Raises ``ModelError`` for a model that vLLM would refuse to serve."""
-    options = arguments.parse(argv)
+    vllm_version = env.get("SARDEENZ_SIM_VLLM_VERSION") or DEFAULT_VLLM
+    options = arguments.parse(argv, vllm_version)
     facts = facts_for(options.model, env.get("SARDEENZ_SIM_FACTS"), load_format=options.load_format)
     token_file = env.get("SARDEENZ_ENGINE_TOKEN_FILE")
     run_dir = env.get("SARDEENZ_ATTEMPT_DIR") or (str(Path(token_file).parent) if token_file else None)
@@ -123,7 +124,7 @@ def read(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Config:
         root_path=options.root_path.rstrip("/"),
         load_tracking=options.enable_server_load_tracking,
         access_log=not options.disable_uvicorn_access_log,
-        vllm_version=env.get("SARDEENZ_SIM_VLLM_VERSION") or DEFAULT_VLLM,
+        vllm_version=vllm_version,
         kvcached_version=env.get("SARDEENZ_SIM_KVCACHED_VERSION") or DEFAULT_KVCACHED,
         kvcached=truthy(env.get("ENABLE_KVCACHED")),
         ipc_name=segment.sanitized(ipc_name) if ipc_name else "",

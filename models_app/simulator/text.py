@@ -12,8 +12,8 @@ import re
 from array import array
 from collections.abc import Iterable, Sequence
 
-CHUNK_BYTES = 3
-#: Token ids below this are whole pieces of the vocabulary, those above carry up to three bytes in themselves.
+CHUNK_BYTES = 5
+#: Token ids below this are whole pieces of the vocabulary, those above carry up to five bytes in themselves.
 FIRST_RAW_ID = 1 << 12
 _MASK = (1 << 64) - 1
 

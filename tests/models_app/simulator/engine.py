@@ -240,7 +240,7 @@ class Engine:
         assert answer.status_code == 200, answer.text
         return answer.json()  # type: ignore[no-any-return]
 
-    def stream(self, prompt: str = "hello", **body: Any) -> Stream:
+    def stream(self, prompt: str | list[int] = "hello", **body: Any) -> Stream:
         """Begin a streamed completion in a thread of its own."""
         return Stream(self, {"model": "tiny", "prompt": prompt, "stream": True, **body})
 
