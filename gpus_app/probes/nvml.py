@@ -215,6 +215,9 @@ class NvmlProbe:
                     raise
                 self._note_once(call, exc)
                 continue
+            except self._nvml.NVMLLibraryMismatchError as exc:  # no NVMLError: a driver older than these bindings
+                self._note_once(call, exc)
+                continue
             for row in rows:
                 # One that computes and draws is in both lists, with the same bytes.
                 found[row.pid] = max(found.get(row.pid) or 0, row.usedGpuMemory or 0) or row.usedGpuMemory

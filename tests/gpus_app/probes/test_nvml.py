@@ -61,6 +61,17 @@ def test_a_process_in_both_lists_counts_once() -> None:
     )
 
 
+def test_a_driver_older_than_the_bindings_names_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml(FakeCard("GPU-a", used=GIB))
+
+    def old(card: FakeCard) -> None:
+        raise pynvml.NVMLLibraryMismatchError("Unversioned function called")
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetComputeRunningProcesses", old)
+    (reading,) = NvmlProbe(fake).read()
+    assert reading.processes == () and reading.error is None and reading.used_bytes == GIB
+
+
 @pytest.mark.parametrize("missing", ["utilization", "temperature", "power", "power_limit", "graphics"])
 def test_a_figure_that_a_card_does_not_have_is_left_out(missing: str) -> None:
     fake = FakeNvml(FakeCard("GPU-a", errors={missing: pynvml.NVML_ERROR_NOT_SUPPORTED}))
