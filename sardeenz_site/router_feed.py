@@ -38,6 +38,7 @@ EVENTS_LIST = "sardeenz:router.events"
 DEMAND_TASK = "models_app.demand"
 DEMAND_QUEUE = "control"
 
+_PARTS = ("models", "routes", "keys")
 _POLL_S = 2.0
 _TELL_PEERS_S = 1.0
 _RECONNECT_S = 1.0
@@ -99,7 +100,7 @@ class RouterFeed:
     # --- routes in ---------------------------------------------------------------------------------------------
 
     async def _poll(self) -> None:
-        while True:
+        while not _cancelled():
             await self.refresh()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
@@ -162,10 +163,12 @@ class RouterFeed:
 
     async def _listen(self) -> None:
         """Changes as they happen. A message lost, or a listener cut off, costs one turn of the timer."""
-        while True:
+        while not _cancelled():
             try:
                 await self._hear()
             except (RedisError, OSError) as exc:
+                if _cancelled():
+                    return
                 self._note_away(exc)
             await asyncio.sleep(_RECONNECT_S)
 
@@ -176,7 +179,7 @@ class RouterFeed:
         async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
             await pubsub.subscribe(ROUTES_CHANNEL, PEERS_CHANNEL)
             self._changed.set()  # what changed before we listened
-            while True:
+            while not _cancelled():
                 message = await pubsub.get_message(timeout=5.0)
                 if message is None:
                     continue
@@ -191,7 +194,7 @@ class RouterFeed:
     # --- out -----------------------------------------------------------------------------------------------------
 
     async def _tell_peers(self) -> None:
-        while True:
+        while not _cancelled():
             await asyncio.sleep(_TELL_PEERS_S)
             peers, client = self._peers, self._client
             if peers is None or client is None:
@@ -274,4 +277,7 @@ class RouterFeed:
             log.warning("Redis is back")
 
 
-_PARTS = ("models", "routes", "keys")
+def _cancelled() -> bool:
+    """Whether this task was asked to end. redis-py can answer a cancellation with an error of its own instead."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -17,6 +17,7 @@ import redis
 from models_app.router.app import RouterApp
 from models_app.router.config import RouterConfig
 from models_app.router.table import TableSource
+from sardeenz_site.redis_url import celery_broker_url
 from sardeenz_site.router_feed import EVENTS_LIST, ROUTES_CHANNEL, ROUTES_KEY, USAGE_LIST, RouterFeed
 from tests.models_app.router.support import key, model, snapshot
 
@@ -34,7 +35,7 @@ class Fed:
 
     def __init__(self, url: str, file: Path) -> None:
         self.source = TableSource()
-        self.feed = RouterFeed(self.source, file=file, redis_url=url)
+        self.feed = RouterFeed(self.source, file=file, redis_url=url, celery_url=celery_broker_url(url))
         self.app = RouterApp(
             self.source,
             on_demand=self.feed.on_demand,
