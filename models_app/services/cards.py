@@ -47,11 +47,14 @@ class Card:
     def for_rebalance(self) -> list[InstanceView]:
         """The instances with limits set by hand held where the operator put them."""
         return [
-            replace(row, guarantee_bytes=row.limit_bytes, maximum_bytes=row.limit_bytes)
-            if row.elastic and not self.instances[row.id].limit_automatic
-            else row
+            self._by_hand(row) if row.elastic and not self.instances[row.id].limit_automatic else row
             for row in self.rows
         ]
+
+    def _by_hand(self, row: InstanceView) -> InstanceView:
+        """Held at the limit that is wanted: the reading may be a second older than the operator's wish."""
+        wanted = self.instances[row.id].limit_bytes or row.limit_bytes
+        return replace(row, guarantee_bytes=wanted, maximum_bytes=wanted)
 
 
 @dataclass

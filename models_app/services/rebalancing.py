@@ -81,6 +81,8 @@ def _carry_out(group: list[Card], plan: Plan) -> None:
         if step.kind is StepKind.RAISE and (lowers or shrinking):
             continue  # the next look raises what these have really given back
         instance = next(card.instances[step.instance_id] for card in group if step.instance_id in card.instances)
+        if not instance.limit_automatic:
+            continue  # an operator's limit is told by its own message; rounding it to bundles would be a change of it
         asked = instance.limit_set_at and (timezone.now() - instance.limit_set_at).total_seconds() < _ASK_AGAIN_S
         if instance.limit_bytes == step.to_bytes and asked:
             continue
