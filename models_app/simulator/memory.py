@@ -323,10 +323,10 @@ class KVCacheManager:
 
     def _best_page(self, missing: int) -> int:
         """The fullest page that still holds all of it, else the emptiest: keeps the blocks of a request together."""
-        fits = [(len(page.free), number) for number, page in self._partial.items() if len(page.free) >= missing]
-        if fits:
-            return min(fits)[1]
-        return max((len(page.free), number) for number, page in self._partial.items())[1]
+        # Of equals the one touched longest ago: dictionaries keep that order.
+        free = {number: len(page.free) for number, page in self._partial.items()}
+        fits = [number for number, count in free.items() if count >= missing]
+        return min(fits, key=free.__getitem__) if fits else max(free, key=free.__getitem__)
 
     def _new_page(self) -> _Page:
         number = self.page_allocator.alloc_page()
@@ -341,7 +341,7 @@ class KVCacheManager:
         """Give blocks back. Pages that become empty are unmapped now, or when the step under way is over."""
         empty: list[int] = []
         for number, indices in self.page_allocator.group_indices_by_page(blocks, self.block_mem_size).items():
-            page = self._full.pop(number, None) or self._partial[number]
+            page = self._full.pop(number, None) or self._partial.pop(number)
             self._partial[number] = page
             page.free += indices
             self._partial_free += len(indices)
