@@ -266,7 +266,7 @@ def _by_hand(model: Model, wish: Wish, states: list[GpuState]) -> Placement:
 
 
 def _replica_gpus(model: Model, without: int | None) -> frozenset[str]:
-    rows = Instance.objects.filter(model=model, state__in=OCCUPIES_GPU).exclude(pk=without or 0)
+    rows = Instance.objects.filter(model_id=model.pk, state__in=OCCUPIES_GPU).exclude(pk=without or 0)
     return frozenset(uuid for row in rows for uuid in row.gpu_uuids)
 
 
