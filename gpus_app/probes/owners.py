@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection
 
@@ -58,16 +59,33 @@ class Owners:
         if mark is not None:
             ours = any(a.attempt_id == mark.attempt_id and a.installation == mark.installation for a in attempts)
             return mark.attempt_id if ours else None
-        # The environment of another user's process cannot be read: look at session and parents.
-        heads = {a.engine_pid: a.attempt_id for a in attempts if a.engine_pid is not None}
-        heads |= {a.guardian_pid: a.attempt_id for a in attempts if a.guardian_pid is not None}
-        if found.session in heads:
-            return heads[found.session]
-        parent: procfs.Stat | None = found
+        # The environment may be unreadable (another user) or wiped: setproctitle does that in vLLM's engine core.
+        for attempt in attempts:
+            if found.session == attempt.engine_pid and self._same_session(pid, found, attempt):
+                return attempt.attempt_id
+        return self._by_parents(found, attempts)
+
+    @staticmethod
+    def _same_session(pid: int, found: procfs.Stat, attempt: Attempt) -> bool:
+        """Whether the session is the one that this attempt's engine began: session numbers are used again.
+
+        It is while its leader is that engine; after the leader's death the place where the process stands tells.
+        """
+        leader = found if pid == found.session else procfs.stat(found.session)
+        if leader is not None:
+            return leader.start_ticks == attempt.engine_start_ticks
+        return procfs.working_folder(pid) == os.path.realpath(attempt.folder)
+
+    @staticmethod
+    def _by_parents(found: procfs.Stat, attempts: Collection[Attempt]) -> int | None:
+        heads = {(a.engine_pid, a.engine_start_ticks): a.attempt_id for a in attempts}
+        heads |= {(a.guardian_pid, a.guardian_start_ticks): a.attempt_id for a in attempts}
+        pid = found.parent
         for _ in range(GENERATIONS):
-            if parent is None or parent.parent <= 1:
+            parent = procfs.stat(pid) if pid > 1 else None
+            if parent is None:
                 return None
-            if parent.parent in heads:
-                return heads[parent.parent]
-            parent = procfs.stat(parent.parent)
+            if (pid, parent.start_ticks) in heads:
+                return heads[pid, parent.start_ticks]
+            pid = parent.parent
         return None

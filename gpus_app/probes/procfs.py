@@ -77,6 +77,14 @@ def marker(pid: int) -> Marker | None:
     return None
 
 
+def working_folder(pid: int) -> str:
+    """Where the process stands; empty when that cannot be told."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115
+    except OSError:
+        return ""
+
+
 def command_name(pid: int) -> str:
     """The process's title or command, for people; empty when it is gone or belongs to someone else."""
     title = (read_bytes(f"/proc/{pid}/cmdline") or b"").split(b"\0", 1)[0].strip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ class Attempt:
     port: int
     gpu_uuids: tuple[str, ...]
     ipc_name: str
-    token: str = ""
+    folder: str = ""
+    token: str = field(default="", repr=False)
     guardian_pid: int | None = None
+    guardian_start_ticks: int | None = None
     engine_pid: int | None = None
     engine_start_ticks: int | None = None
     ended_at: float | None = None
@@ -101,6 +103,7 @@ class RunDirs:
                 port=int(row["port"]),
                 gpu_uuids=tuple(str(uuid) for uuid in row.get("gpu_uuids") or ()),
                 ipc_name=str(row.get("ipc_name") or ""),
+                folder=folder,
                 token=(procfs.read_bytes(f"{folder}/token") or b"").decode(errors="replace").strip(),
             )
         except (KeyError, TypeError, ValueError):
@@ -120,6 +123,7 @@ class RunDirs:
                 return
             self._stamps[attempt.attempt_id] = stamp
             attempt.guardian_pid = row.get("guardian_pid")
+            attempt.guardian_start_ticks = row.get("guardian_start_ticks")
             attempt.engine_pid = row.get("engine_pid")
             attempt.engine_start_ticks = row.get("engine_start_ticks")
             attempt.ended_at = row.get("ended_at")

@@ -118,8 +118,10 @@ class Observer:
         self._ask_metrics(live)  # engines answer while the cards are read
         readings = self.probe.read()
         at = self._wall()
+        taken: dict[str, Attempt] = {}
         for attempt in live:
-            self._read_segment(attempt)
+            first = taken.setdefault(attempt.ipc_name, attempt) if attempt.ipc_name else attempt
+            self._read_segment(attempt, first)
         self._ask_status(live)
         for (attempt_id, path), answer in self._poll.collect(COLLECT_LIMIT_S).items():
             engine = self._engines.get(attempt_id)
@@ -214,9 +216,14 @@ class Observer:
 
     # -- segments ------------------------------------------------------------------------------------------------------
 
-    def _read_segment(self, attempt: Attempt) -> None:
+    def _read_segment(self, attempt: Attempt, first: Attempt) -> None:
+        """``first``: the oldest engine with this segment's name. One segment is never counted for two."""
         engine = self._engines[attempt.attempt_id]
         engine.segment, engine.note = None, ""
+        if first is not attempt:
+            engine.state = "unreadable"
+            engine.note = f"It shares its segment with instance {first.instance_id}; no figure of it can be trusted."
+            return
         if not attempt.ipc_name:
             engine.state = "no_segment" if engine.served else "starting"
             return

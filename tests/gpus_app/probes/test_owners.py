@@ -63,6 +63,44 @@ def test_without_a_readable_environment_the_session_tells(host: FakeHost, monkey
         leader.wait()
 
 
+def orphan(host: FakeHost, folder: Path) -> int:
+    """A process whose session's leader has died, standing in ``folder``; its pid is written by the leader."""
+    leader = subprocess.Popen(
+        ["/bin/sh", "-c", "sleep 60 & echo $!"], start_new_session=True, cwd=folder, stdout=subprocess.PIPE
+    )
+    assert leader.stdout is not None
+    child = int(leader.stdout.readline())
+    host.attempt(7, pid=leader.pid) if not (host.runs / "7").exists() else host.status(7, pid=leader.pid)
+    leader.wait()
+    leader.stdout.close()
+    return child
+
+
+def test_an_orphan_of_a_dead_engine_is_known_by_where_it_stands(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL of the API server leaves the engine core with all of its memory."""
+    monkeypatch.setattr(procfs, "marker", lambda pid: None)
+    folder = host.attempt(7)
+    child = orphan(host, folder)
+    try:
+        assert Owners().attempt_of(child, attempts(host)) == 7
+    finally:
+        os.kill(child, 9)
+
+
+def test_a_session_number_that_was_given_out_again_is_a_strangers(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "marker", lambda pid: None)
+    host.attempt(7)
+    child = orphan(host, host.sim)
+    try:
+        assert Owners().attempt_of(child, attempts(host)) is None
+    finally:
+        os.kill(child, 9)
+
+
 def test_without_marker_and_session_the_parents_tell(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host.attempt(7, pid=os.getpid())
     child = host.process(None)

@@ -275,6 +275,15 @@ def test_an_engine_whose_process_the_driver_does_not_name_is_not_known_rather_th
     assert part["resident"] is None and part["baseline"] is None and part["used"] == GIB
 
 
+def test_one_segment_is_never_counted_for_two(world: World) -> None:
+    """C4, C14, F6: two engines under one name."""
+    world.serve(1)
+    world.host.attempt(2, pid=world.host.process(2).pid, ipc=world.host.ipc(1))
+    first, second = world.gpu()["instances"]
+    assert first["used"] == GIB and second["used"] is None
+    assert second["state"] == "unreadable" and "shares its segment with instance 1" in second["note"]
+
+
 def test_a_card_in_error_says_so_and_the_other_goes_on(tmp_path: Path) -> None:
     world = World(tmp_path, gpus=2)
     try:
