@@ -273,7 +273,7 @@ def _segment(
 ) -> str:
     x, width = _percent(bar, start), _percent(bar, max(0, value))
     shape = f'x="{x}" y="{top}" width="{width}" height="{height}"'
-    keyboard = "" if focus is None else f' tabindex="{focus}" role="img" aria-label="{words}"'
+    keyboard = "" if focus is None else f' tabindex="{focus}" role="img"'
     extra = "".join(f'<rect {shape} fill="url(#{name})"/>' for name in overlays)
     return (
         f'<g class="{classes}" data-key="{escape(key)}" data-part="{part}"{keyboard}><title>{words}</title>'

@@ -11,7 +11,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from models_app.models import Instance, Operation
-from models_app.presentation import kv_meter, memory_bar, words
+from models_app.presentation import actions, kv_meter, memory_bar, words
 from models_app.presentation.board import Row
 
 register = template.Library()
@@ -144,6 +144,11 @@ def membar(bar: memory_bar.Bar, bar_id: str = "", compact: bool = False) -> Safe
 @register.simple_tag
 def kvbar(share: memory_bar.Share, scale_bytes: int | None = None) -> SafeString:
     return kv_meter.render(share, scale_bytes=scale_bytes)
+
+
+@register.simple_tag
+def row_actions(row: Row) -> SafeString:
+    return actions.render(row.instance.pk, row.key, row.label, row.actions, row.more)
 
 
 @register.simple_tag

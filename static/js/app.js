@@ -107,6 +107,26 @@
     if (wrong.focus) wrong.focus();
   });
 
+  // Links that open a question in the dialog, and buttons that act at once: what they do without this file, quicker.
+  document.addEventListener("click", (event) => {
+    if (!window.htmx || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+    const asks = event.target.closest("a[data-dialog]");
+    if (asks) {
+      event.preventDefault();
+      asks.closest("details.menu")?.removeAttribute("open");
+      window.htmx.ajax("GET", asks.getAttribute("href"), { source: asks, target: "#dialog", swap: "innerHTML" });
+    }
+    const acts = event.target.closest("button[data-act]");
+    if (acts) {
+      event.preventDefault();
+      if (acts.disabled) return;
+      acts.disabled = true;
+      window.htmx
+        .ajax("POST", acts.getAttribute("formaction"), { source: acts, target: acts, swap: "none" })
+        .finally(() => (acts.disabled = false));
+    }
+  });
+
   document.addEventListener("click", (event) => {
     const closer = event.target.closest("[data-close]");
     if (closer && dialog && dialog.open && dialog.contains(closer)) {

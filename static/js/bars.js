@@ -20,10 +20,7 @@
       set(rect, "width", width);
     });
     const title = group.querySelector("title");
-    if (title && words && title.textContent !== words) {
-      title.textContent = words;
-      if (group.hasAttribute("aria-label")) group.setAttribute("aria-label", words);
-    }
+    if (title && words && title.textContent !== words) title.textContent = words;
   }
 
   const partWords = { weights: "weights and engine", used: "KV in use", idle: "KV mapped, idle" };
@@ -44,7 +41,7 @@
         place(group, sum, Math.max(0, total - sum), scale, "free " + gib(Math.max(0, total - sum)) + " GiB");
       } else if (part in partWords) {
         const held = parts[key] || { weights: 0, used: 0, idle: 0, label: "" };
-        const label = (group.getAttribute("aria-label") || "").split(": ").slice(0, -1).join(": ");
+        const label = group.querySelector("title").textContent.split(": ").slice(0, -1).join(": ");
         place(group, start, held[part], scale, label ? label + ": " + partWords[part] + " " + gib(held[part]) + " GiB" : "");
         start += held[part];
         if (part === "weights") starts[key] = start;
