@@ -41,13 +41,13 @@ class UnknownFault(ValueError):
 
 
 def parse(given: Any) -> dict[str, str]:
-    """Names and arguments, from a text, a list of texts or an object. Raises ``UnknownFault``."""
+    """Names and arguments, from a text (``none`` for none), a list of texts or an object. Raises ``UnknownFault``."""
     if isinstance(given, dict):
         pairs = [(str(name), "" if argument in (None, True) else str(argument)) for name, argument in given.items()]
     else:
         texts = given.split(",") if isinstance(given, str) else [str(text) for text in given or ()]
         pairs = [(name.strip(), argument.strip()) for name, _, argument in (text.partition(":") for text in texts)]
-    faults = {name: argument for name, argument in pairs if name}
+    faults = {name: argument for name, argument in pairs if name not in ("", "none")}
     if unknown := sorted(faults.keys() - NAMES):
         raise UnknownFault(f"unknown fault {', '.join(unknown)}; known are {', '.join(sorted(NAMES))}")
     return faults

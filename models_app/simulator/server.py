@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from models_app.simulator import core, logs
 from models_app.simulator.channel import READ_SIZE, Lines
@@ -65,9 +65,9 @@ def main(argv: list[str], started: float) -> int:
     if pid == 0:
         ours.close()
         listener.close()
-        os._exit(_flushed(core.run(config, theirs)))
+        _be_core(config, theirs)
     theirs.close()
-    _ignore_sigterm_while_starting(config)
+    _ignore_sigterm_while_starting(config, pid)
     with ours, listener:
         from models_app.simulator import serving
 
@@ -78,10 +78,19 @@ def main(argv: list[str], started: float) -> int:
         return serving.serve(config, ours, pid, log, faults, listener)
 
 
-def _flushed(code: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+def _be_core(config: Config, connection: socket.socket) -> NoReturn:
+    """The child's whole life; whatever happens, it must not come back into the parent's code."""
+    code = 1
+    try:
+        code = core.run(config, connection)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _pass_time(seconds: float) -> None:
@@ -100,7 +109,13 @@ def _bind(config: Config) -> socket.socket:
     return listener
 
 
-def _ignore_sigterm_while_starting(config: Config) -> None:
+def _ignore_sigterm_while_starting(config: Config, core_pid: int) -> None:
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        os.kill(core_pid, signal.SIGTERM)
+        os.waitpid(core_pid, 0)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
     def swallow(_number: int, _frame: FrameType | None) -> None:
         if "sigterm_hang" in config.open_faults():
             # As in the worst of the measured cases: only SIGINT and SIGKILL end this.
@@ -108,7 +123,7 @@ def _ignore_sigterm_while_starting(config: Config) -> None:
                 time.sleep(3600)
 
     signal.signal(signal.SIGTERM, swallow)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def _wait_until_ready(connection: socket.socket) -> dict[str, Any] | None:

@@ -332,6 +332,8 @@ def test_sigterm_while_starting_can_hang_the_start_until_sigkill(tmp_path: Path)
         assert engine.health() is None
         engine.signal(signal.SIGINT)
         assert engine.ended() == -signal.SIGINT
+        assert not engine.pids()
+        assert not engine.segment.exists()
 
 
 def test_help_of_the_module_and_version(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_faults_may_be_written_in_several_ways(given: object) -> None:
 
 
 def test_nothing_is_no_fault() -> None:
-    assert parse("") == parse([]) == parse({}) == parse(None) == {}
+    assert parse("") == parse("none") == parse([]) == parse({}) == parse(None) == {}
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
