@@ -93,6 +93,7 @@ class InstanceView:
     ready_since: float | None = None
     limit_set_at: float | None = None
     tensor_parallel_size: int = 1
+    dies_below_use: bool = False  # kvcached 0.1.5 and the pull request's engines: a limit below use ends the engine
 
     @property
     def footprint_bytes(self) -> int:
@@ -115,6 +116,8 @@ class InstanceView:
     def lowest_bytes(self) -> int:
         """The limit that no policy goes under: guarantee, floor, two bundles; in whole bundles, at most capacity."""
         wanted = max(self.guarantee_bytes, self.floor_bytes, 2 * self.bundle_bytes)
+        if self.dies_below_use:
+            wanted = max(wanted, self.used_bytes + self.bundle_bytes)
         return min(round_up(wanted, self.bundle_bytes), max(self.capacity_bytes, 0))
 
     @property

@@ -25,6 +25,8 @@ from gpus_app.services import RollUp, gpus_sync, host_heartbeat, host_register, 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
+#: No heartbeat when the loop has brought no look for so long.
+SILENT_S = 5.0
 #: The list of GPUs is written when it changed, and so often besides.
 SYNC_S = 30.0
 #: Seconds until the database is tried again.
@@ -97,7 +99,7 @@ class Recorder:
         self._states = GpuStates()
         self._signature: tuple[tuple[object, ...], ...] | None = None
         self._registered = False
-        self._beat_at = self._sync_at = self._retry_at = float("-inf")
+        self._beat_at = self._sync_at = self._retry_at = self._taken_at = float("-inf")
         self._away = False
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
 
@@ -114,6 +116,7 @@ class Recorder:
 
     def take(self, readings: list[GpuReading], rows: list[RollUp], hints: list[Hint]) -> None:
         with self._lock:
+            self._taken_at = self._clock()
             self._readings = self._states.settle(readings)
             self._rows.extend(rows)
             self._hints.extend(hints)
@@ -156,13 +159,15 @@ class Recorder:
         now = self._clock()
         with self._lock:
             readings, rows = self._readings, list(self._rows)
-        due = now - self._beat_at >= HEARTBEAT_S
+        # A loop that hangs in a driver call must look silent, although this thread lives.
+        looking = now - self._taken_at < SILENT_S
+        due = looking and now - self._beat_at >= HEARTBEAT_S
         changed = readings is not None and signature(readings) != self._signature
         if not (due or changed or rows):
             return
         if not self._registered:
             self._register()
-        if due or last:
+        if due:
             self._heartbeat(now)
         if readings and (changed or now - self._sync_at >= SYNC_S):
             self._sync(readings, now)

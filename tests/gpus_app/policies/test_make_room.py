@@ -283,3 +283,11 @@ def test_shrink_idle_lowers_the_idle_to_their_lowest_limit() -> None:
     plan = shrink_idle(gpu(), [idle, busy, low], NOW)
     assert kinds(plan) == [(StepKind.LOWER, 1)] and plan.steps[0].to_bytes == 3 * GIB
     assert shrink_idle(gpu(), [busy, low], NOW).steps == ()
+
+
+def test_an_engine_that_would_die_of_it_is_not_squeezed_below_its_use() -> None:
+    """A7, A8."""
+    frail = instance(1, limit_bytes=60 * GIB, used_bytes=40 * GIB, running=9, dies_below_use=True, pinned=True)
+    plan = make_room(gpu(), [frail], 30 * GIB, NOW)
+    assert plan.feasible and plan.steps[-1].to_bytes >= 40 * GIB
+    assert not make_room(gpu(), [frail], 40 * GIB, NOW).feasible

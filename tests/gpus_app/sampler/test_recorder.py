@@ -84,8 +84,19 @@ def test_the_heart_beats_every_five_seconds(recorder: Recorder, now: list[float]
     recorder.work()
     assert Host.objects.get().sampler_seen_at is None
     now[0] += 1
+    recorder.take([reading()], [], [])
     recorder.work()
     assert Host.objects.get().sampler_seen_at is not None
+
+
+@pytest.mark.django_db
+def test_a_loop_that_hangs_in_the_driver_looks_silent(recorder: Recorder, now: list[float]) -> None:
+    recorder.take([reading()], [], [])
+    recorder.work()
+    Host.objects.update(sampler_seen_at=None)
+    now[0] += recorder_module.HEARTBEAT_S + recorder_module.SILENT_S
+    recorder.work()
+    assert Host.objects.get().sampler_seen_at is None
 
 
 @pytest.mark.django_db
@@ -94,6 +105,7 @@ def test_a_host_whose_row_was_deleted_is_entered_again(recorder: Recorder, now: 
     recorder.work()
     Host.objects.all().delete()
     now[0] += recorder_module.SYNC_S
+    recorder.take([reading()], [], [])
     recorder.work()
     assert Host.objects.get().sampler_seen_at is not None and Gpu.objects.count() == 1
 
