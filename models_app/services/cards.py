@@ -161,6 +161,7 @@ def _row(row: Instance, reading: Mapping[str, Any] | None, activity: _Activity, 
         ready_since=row.ready_at.timestamp() if row.ready_at and state in HAS_PROCESS - {S.STARTING} else None,
         limit_set_at=row.limit_set_at.timestamp() if row.limit_set_at else None,
         tensor_parallel_size=row.model.tensor_parallel_size,
+        dies_below_use=row.provider == "pr324",
     )
 
 
