@@ -163,8 +163,8 @@ def replica_make(model: Model, index: int, *, actor: str, asked: dict[str, Any] 
         reason="Waits to be placed.",
     )
     transitions.note(row.pk, "launch", "Launched.", actor=actor, facts=asked)
-    events.publish_instance_on_commit(row.pk, routes=True)
     dispatch.send_on_commit(dispatch.PLACE, row.pk, queue=dispatch.CONTROL_QUEUE)
+    events.publish_instance_on_commit(row.pk, routes=True)
     return row
 
 
@@ -189,7 +189,9 @@ def instance_place(instance_id: int) -> bool:
         uuids = [gpu.uuid for gpu in found.decision.gpus]
         share = first_share(row, uuids, found.need) if row.limit_automatic else None
         first = {"limit_bytes": share, "limit_revision": row.limit_revision + 1, "limit_set_by": "controller"}
-        moved = transitions.move(
+        # Before the move, whose own callbacks tell routers and pages: the engine should not wait for these.
+        dispatch.send_on_commit(dispatch.START, row.pk, queue=host.queue)
+        return transitions.move(
             row.pk,
             S.SCHEDULED,
             expected=S.PENDING,
@@ -201,9 +203,6 @@ def instance_place(instance_id: int) -> bool:
             stage=Stage.QUEUED,
             **(first if share else {"limit_bytes": None} if row.limit_automatic else {}),
         )
-        if moved:
-            dispatch.send_on_commit(dispatch.START, row.pk, queue=host.queue)
-        return moved
 
 
 def _not_placed(row: Instance, found: Placement) -> bool:

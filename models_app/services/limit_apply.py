@@ -14,6 +14,7 @@ from models_app.engines.client import EngineRefused
 from models_app.errors import EngineUnavailable
 from models_app.models import Instance
 from models_app.services.access import client, here
+from models_app.services.limit_foreign import FOREIGN, foreign_limit, foreign_trim
 from models_app.services.ready import kv_fields
 from models_app.states import LIMIT_NOW, InstanceState, LimitStatus
 
@@ -35,17 +36,29 @@ def limit_apply(instance_id: int) -> bool:
     row = here(instance_id)
     if row is None or InstanceState(row.state) not in LIMIT_NOW or not row.model.kvcached or row.provider == "none":
         return False
-    if row.limit_bytes is not None and row.limit_acked_revision < row.limit_revision:
-        return _send(row)
+    unsent = row.limit_bytes is not None and row.limit_acked_revision < row.limit_revision
+    if unsent or (row.provider in FOREIGN and row.limit_bytes is not None):
+        return _send(row, noted=not unsent)
     return _look(row)
 
 
-def _send(row: Instance) -> bool:
+def _tell(row: Instance) -> dict[str, Any]:
+    if row.provider in FOREIGN:
+        return foreign_limit(row, client(row))
+    return client(row).kvcache_limit(
+        row.limit_bytes or 0,
+        revision=row.limit_revision,
+        force=row.limit_force,
+        reclaim=row.limit_reclaim or None,
+        by=row.limit_set_by,
+    )
+
+
+def _send(row: Instance, *, noted: bool = False) -> bool:
+    """Tell it, and store the answer. ``noted``: it was told before, the event log has it."""
     revision, wanted = row.limit_revision, row.limit_bytes or 0
     try:
-        answer = client(row).kvcache_limit(
-            wanted, revision=revision, force=row.limit_force, reclaim=row.limit_reclaim or None, by=row.limit_set_by
-        )
+        answer = _tell(row)
     except EngineUnavailable as exc:
         _store(row, revision, {}, LimitStatus.UNAVAILABLE, f"{exc.message} It is told again.", acked=False)
         return True
@@ -56,7 +69,7 @@ def _send(row: Instance) -> bool:
         return False
     status = LimitStatus(answer.get("status") or LimitStatus.PENDING)
     _store(row, revision, answer, status, str(answer.get("message") or ""), acked=status is not LimitStatus.PENDING)
-    if status is not LimitStatus.PENDING:
+    if status is not LimitStatus.PENDING and not noted:
         freed = answer.get("freed_bytes") or 0
         text = f"KV limit {gib(answer.get('limit_bytes') or wanted)} {status}; {gib(freed)} freed."
         transitions.note(row.pk, "limit", text, actor=row.limit_set_by, facts=_event_facts(answer))
@@ -159,7 +172,7 @@ def trim_apply(instance_id: int, request_id: str = "", actor: str = "system") ->
     if row is None or InstanceState(row.state) not in LIMIT_NOW:
         return
     try:
-        answer = dict(client(row).kvcache_trim())
+        answer = foreign_trim(row, client(row)) if row.provider in FOREIGN else client(row).kvcache_trim()
     except EngineUnavailable as exc:
         answer = {"status": LimitStatus.UNAVAILABLE, "message": exc.message}
     except EngineRefused as exc:

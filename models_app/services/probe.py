@@ -173,6 +173,8 @@ def _ready_answer(row: Instance, folder: Path) -> dict[str, Any] | None:
             return None
         if row.model.served_model_name not in engine.models():
             return None
+        if row.stage == Stage.WAKING and engine.metrics().sleep_level is not None:
+            return None  # a sleeper answers all of the above, and no request
     except EngineSaidNo:
         return None
     if process.port_is_ours(folder, row.port or 0) is False:

@@ -11,6 +11,7 @@ from django.db.models import F
 from django.utils import timezone
 
 from gpus_app import selectors as gpu_readings
+from gpus_app.errors import ProbeError
 from gpus_app.models import Gpu
 from gpus_app.policies.base import gib
 from gpus_app.probes.segments import read_segment
@@ -22,6 +23,7 @@ from models_app.models import Instance, LaunchAttempt, MemoryProfile
 from models_app.services import placement
 from models_app.services.access import EngineSaidNo, host_of, run_dir, start_waiting
 from models_app.services.audit import audit
+from models_app.services.limit_foreign import NEXT_ALLOCATION, PR324, SEGMENT
 from models_app.states import InstanceState, LimitStatus, Stage
 
 log = logging.getLogger(__name__)
@@ -35,10 +37,11 @@ def kv_fields(status: dict[str, Any]) -> dict[str, Any]:
     segments = status.get("segments") or []
     if not segments:
         return {}
-    own = segments[0]
+    name = status.get("self_ipc_name")
+    own = next((one for one in segments if one.get("ipc_name") == name), segments[0])
     return {
-        "provider": str(status.get("provider") or "addon")[:8],
-        "capacity_bytes": own.get("capacity_bytes") or own.get("capacity"),
+        "provider": str(status.get("provider") or PR324)[:8],
+        "capacity_bytes": own.get("capacity_bytes") or own.get("capacity") or own.get("total_size"),
         "bundle_bytes": own.get("bundle_bytes"),
         "hard_minimum_bytes": own.get("hard_minimum_bytes") or own.get("hard_minimum"),
         "safety_floor_bytes": own.get("safety_floor_bytes") or own.get("safety_floor"),
@@ -70,15 +73,15 @@ def _by_segment(row: Instance) -> dict[str, Any] | None:
     """An engine without /kvcache: its segment can be read, and limited at its next allocation."""
     try:
         segment = read_segment(row.ipc_name)
-    except (OSError, ValueError):
+    except ProbeError:
         return None
-    if segment is None or segment.limit_bytes <= 0:
+    if not segment.valid:
         return None
     return {
-        "provider": "shm",
+        "provider": SEGMENT,
         "capacity_bytes": segment.limit_bytes,
         "effective_limit_bytes": segment.limit_bytes,
-        "health_reason": "It has no /kvcache endpoints: a limit takes effect at its next allocation.",
+        "health_reason": f"It has no /kvcache endpoints. {NEXT_ALLOCATION}",
     }
 
 

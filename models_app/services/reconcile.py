@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from typing import Any
 
 from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
 from gpus_app.models import Host
-from models_app import dispatch, transitions
+from models_app import broker, dispatch, transitions
 from models_app.engines.process import Status
 from models_app.errors import BrokerAway
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import leftovers
-from models_app.services.access import client, share_log, status_of
+from models_app.services.access import EngineSaidNo, client, share_log, status_of
 from models_app.services.probe import end_found, instance_probe
 from models_app.services.ready import asleep_record, footprint_record
 from models_app.services.stop import instance_stop_begin
@@ -30,6 +31,7 @@ S = InstanceState
 
 #: Hints to oneself: the next look comes before they would be stale.
 _EXPIRES_S = 10.0
+_PRUNE_EVERY_S = 3600.0
 _UNSETTLED = frozenset({LimitStatus.PENDING, LimitStatus.DEFERRED, LimitStatus.STARVED, LimitStatus.UNAVAILABLE})
 
 
@@ -57,6 +59,8 @@ def reconcile_host(host_name: str) -> None:
         except Exception:  # one strange instance must not keep the others from being looked at
             log.exception("%s could not be reconciled", row)
     leftovers.sweep(host_name)
+    if broker.once_in(f"prune-runs:{host_name}", _PRUNE_EVERY_S):
+        leftovers.run_dirs_prune()
 
 
 def _reconcile(row: Instance) -> None:
@@ -111,15 +115,19 @@ def _adopt(row: Instance, status: Status | None) -> None:
 
 def _back(row: Instance) -> None:
     """The host is heard of again: the instance is what its engine says that it is."""
-    if not client(row, limit_s=3.0).health():
+    engine = client(row, limit_s=3.0)
+    try:
+        level = engine.metrics().sleep_level
+    except EngineSaidNo:
         return
-    asleep = row.sleep_level is not None
+    awake: dict[str, Any] = {"sleep_level": None, "desired_state": DesiredState.RUNNING}
     transitions.move(
         row.pk,
-        S.SLEEPING if asleep else S.READY,
+        S.READY if level is None else S.SLEEPING,
         expected=S.UNREACHABLE,
-        reason="Its host is back and its engine answers.",
+        reason=f"Its host is back and its engine {'answers' if level is None else 'is asleep'}.",
         actor="reconciler",
+        **(awake if level is None else {"sleep_level": level}),
     )
 
 

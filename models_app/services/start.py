@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from pathlib import Path
 
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.utils import timezone
 
 from gpus_app.models import Host
 from models_app import dispatch, transitions
@@ -162,7 +162,7 @@ def _record(attempt: LaunchAttempt, record: LaunchRecord) -> None:
         guardian_start_ticks=record.guardian_start_ticks,
         engine_pid=record.engine_pid,
         engine_start_ticks=record.engine_start_ticks,
-        exec_at=timezone.now(),
+        exec_at=datetime.fromtimestamp(record.started_at, UTC),
     )
 
 
