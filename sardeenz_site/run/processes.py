@@ -68,7 +68,7 @@ def processes(config: Config) -> list[Process]:
                 *("--scheduler", "celery.beat:Scheduler", "--pidfile", ""),
             ),
             wave=0,
-            stop_limit_s=3,
+            stop_limit_s=6,
         ),
     ]
     on_host = [

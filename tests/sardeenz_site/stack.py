@@ -42,10 +42,10 @@ def wait_for(what: Callable[[], bool], limit_s: float, why: str) -> None:
 class Stack:
     """``with Stack() as stack`` gives a ready one and ends it; ``start=False`` leaves starting to the test."""
 
-    def __init__(self, *, start: bool = True, **env: str) -> None:
+    def __init__(self, *, start: bool = True, role: str = "all", **env: str) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="sz-stack-"))
         self.port, self.router_port = free_port(), free_port()
-        ours = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "HOST", "PYTHONDONTWRITEBYTECODE")
+        ours = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "HOST", "PYTHONDONTWRITEBYTECODE", "DJANGO_SETTINGS_MODULE")
         clean = {k: v for k, v in os.environ.items() if not k.startswith("SARDEENZ_") and k not in ours}
         self.env = {
             **clean,
@@ -58,6 +58,7 @@ class Stack:
             **env,
         }
         self._start = start
+        self._argv = [sys.executable, "-m", "sardeenz_site.run", "--role", role]
         self.process: subprocess.Popen[str] | None = None
         self.lines: list[str] = []
 
@@ -93,7 +94,7 @@ class Stack:
         """Start the launcher and return at once."""
         self.lines = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sardeenz_site.run"],
+            self._argv,
             cwd=ROOT,
             env=self.env,
             stdin=subprocess.DEVNULL,
@@ -127,7 +128,7 @@ class Stack:
     def run_to_end(self) -> tuple[int, str]:
         """For starts that must fail: exit code and all that was said."""
         done = subprocess.run(
-            [sys.executable, "-m", "sardeenz_site.run"],
+            self._argv,
             cwd=ROOT,
             env=self.env,
             stdin=subprocess.DEVNULL,
@@ -139,15 +140,17 @@ class Stack:
         return done.returncode, done.stdout + done.stderr
 
     def manage(self, *args: str) -> str:
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "manage.py", *args],
             cwd=ROOT,
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=60,
-            check=True,
-        ).stdout.strip()
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
 
     @property
     def password(self) -> str | None:
