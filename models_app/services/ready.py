@@ -16,12 +16,13 @@ from gpus_app.models import Gpu
 from gpus_app.policies.base import gib
 from gpus_app.probes.segments import read_segment
 from models_app import dispatch, transitions
-from models_app.engines.client import EngineClient
+from models_app.engines.client import EngineClient, EngineRefused
 from models_app.engines.memory_log import read_memory
 from models_app.engines.progress import head
+from models_app.errors import EngineUnavailable
 from models_app.models import Instance, LaunchAttempt, MemoryProfile
 from models_app.services import placement
-from models_app.services.access import EngineSaidNo, host_of, run_dir, start_waiting
+from models_app.services.access import host_of, run_dir, start_waiting
 from models_app.services.audit import audit
 from models_app.services.limit_foreign import NEXT_ALLOCATION, PR324, SEGMENT
 from models_app.states import InstanceState, LimitStatus, Stage
@@ -60,8 +61,10 @@ def kv_answer(row: Instance, engine: EngineClient) -> dict[str, Any] | None:
         return {"provider": "none", "health_reason": ""}
     try:
         status = engine.kvcache_status()
-    except EngineSaidNo:
-        return _by_segment(row)
+    except EngineUnavailable:
+        return None  # the add-on's other half is not up yet, or the engine is busy: it is asked again
+    except EngineRefused as exc:
+        return _by_segment(row) if exc.status == 404 else None
     if not status.get("kvcached_active", True):
         reason = "kvcached is not active in this engine: its KV memory is a fixed reservation, no limit can be set."
         return {"provider": "none", "health_reason": reason}
