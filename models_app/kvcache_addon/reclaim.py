@@ -194,14 +194,13 @@ class Reclaimer:
             if request is not None and request.num_output_tokens <= tokens:
                 continue
             del self._open[request_id]
-            if request is not None:
-                self._longest_s = max(self._longest_s, now - since)
+            self._longest_s = max(self._longest_s, now - since)
         for request_id in [each for each in self._fruitless if each not in requests]:
             del self._fruitless[request_id]
         if self.last is not None and self.last["how"] == "preempt":
             self.last["open"] = len(self._open)
             oldest = min((since for since, _ in self._open.values()), default=now)
-            self.last["pause_s"] = round(max(self._longest_s, now - oldest), 3)
+            self.last["pause_s"] = round(max(self._longest_s, now - oldest), 4)
 
 
 def _raiser(error: Exception) -> Callable[[], Any]:

@@ -9,6 +9,7 @@ by bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -136,46 +137,63 @@ def test_without_kvcached_there_is_nothing_to_limit(real: Started, path: str) ->
 
 
 def test_preempted_requests_end_with_the_answers_they_would_have_had(real: Started, undisturbed: list[str]) -> None:
+    """Round by round, until enough was taken: how much a round gets hold of depends on who is faster, test or
+    engine."""
     taken: list[dict[str, Any]] = []
 
     def interfere(streams: list[Stream]) -> None:
         with real.http() as http:
-            for i, count in enumerate((2, 1, 3, 6, 2, 4)):
-                wait_for(lambda: all(s.chunks > 10 + 15 * i or s.finish for s in streams), 60)  # noqa: B023
+            wait_for(lambda: http.get("/kvcache/status").json()["requests"]["waiting"] == 6, 60)
+            http.post("/kvcache/resume")
+            for count in itertools.cycle((2, 1, 3, 6)):
+                if all(stream.finish for stream in streams):
+                    return
                 taken.append(http.post("/test/preempt", json={"requests": count}).json())
+                time.sleep(0.02)
 
-    streams = answers(real, 6, interfere)
-    assert [stream.finish for stream in streams] == ["length"] * 6
-    assert [stream.text for stream in streams] == undisturbed
-    assert [each["requests"] for each in taken] == [2, 1, 3, 6, 2, 4]
-    assert all(each["tokens"] > 0 and not each["warnings"] for each in taken)
-    status, body = kvcache(real, "status")
-    assert status == 200
-    assert (body["last_reclaim"]["requests"], body["last_reclaim"]["open"]) == (4, 0)
-    assert body["last_reclaim"]["pause_s"] > 0
-    assert real.client.metrics().preemptions == 18
+    for _ in range(10):
+        assert kvcache(real, "pause", {})[0] == 200
+        streams = answers(real, 6, interfere)
+        assert [stream.finish for stream in streams] == ["length"] * 6
+        assert [stream.text for stream in streams] == undisturbed
+        if sum(each["requests"] for each in taken) >= 20:
+            break
+    hits = [each for each in taken if each["requests"]]
+    assert sum(each["requests"] for each in hits) >= 20
+    assert all(each["tokens"] > 0 and not each["warnings"] for each in hits)
+    assert real.client.metrics().preemptions == sum(each["requests"] for each in hits)
+    last = kvcache(real, "status")[1]["last_reclaim"]
+    assert (last["requests"], last["open"]) == (hits[-1]["requests"], 0)
+    assert last["pause_s"] > 0
 
 
 def test_pause_holds_requests_and_resume_lets_them_go_on(real: Started, undisturbed: list[str]) -> None:
-    def hold(streams: list[Stream]) -> None:
-        wait_for(lambda: all(stream.chunks > 20 for stream in streams), 60)
-        assert kvcache(real, "pause", {})[1]["status"] == "paused"
-        time.sleep(1)  # what had left the engine before the pause has arrived
-        before = [stream.chunks for stream in streams]
-        assert max(before) < TOKENS
-        time.sleep(0.5)
-        assert [stream.chunks for stream in streams] == before
-        assert kvcache(real, "status")[1]["sleep"]["paused"] is True
-        assert kvcache(real, "resume", {})[1]["status"] == "running"
+    held: list[list[int]] = []
 
+    def hold(streams: list[Stream]) -> None:
+        with real.http() as http:
+            wait_for(lambda: http.get("/kvcache/status").json()["requests"]["waiting"] == 6, 60)
+            http.post("/kvcache/resume")
+            while len(held) < 3 and not all(stream.finish for stream in streams):
+                assert http.post("/kvcache/pause").json()["status"] == "paused"
+                assert http.get("/kvcache/status").json()["sleep"]["paused"] is True
+                time.sleep(0.3)  # what had left the engine before the pause has arrived
+                before = [stream.chunks for stream in streams]
+                time.sleep(0.2)
+                held.append([stream.chunks - count for stream, count in zip(streams, before, strict=True)])
+                assert http.post("/kvcache/resume").json()["status"] == "running"
+                time.sleep(0.1)
+
+    assert kvcache(real, "pause", {})[0] == 200
     assert [stream.text for stream in answers(real, 6, hold)] == undisturbed
+    assert held[0] == [0] * 6
 
 
 def test_sleep_waits_for_requests_under_way_and_wake_serves_again(real: Started, undisturbed: list[str]) -> None:
     slept: list[tuple[int, dict[str, Any]]] = []
 
     def doze(streams: list[Stream]) -> None:
-        wait_for(lambda: all(stream.chunks > 20 for stream in streams), 60)
+        wait_for(lambda: any(stream.chunks for stream in streams), 60)
         slept.append(kvcache(real, "sleep", {"level": 1}))
 
     assert [stream.text for stream in answers(real, 6, doze)] == undisturbed
