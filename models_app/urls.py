@@ -15,6 +15,7 @@ from models_app.views import (
     overview,
     playground,
     policies,
+    presets,
 )
 
 urlpatterns: list[URLPattern] = [
@@ -30,6 +31,7 @@ urlpatterns: list[URLPattern] = [
     path("gpus/<int:gpu_id>/uncordon/", policies.gpu_open, name="gpu_uncordon"),
     path("hosts/<int:host_id>/cordon/", policies.host_close, name="host_cordon"),
     path("hosts/<int:host_id>/uncordon/", policies.host_open, name="host_uncordon"),
+    path("orphans/<int:attempt_id>/end/", policies.orphan_end, name="orphan_end"),
     path("models/", models.models, name="models"),
     path("models/new/", model_form.model_new, name="model_new"),
     path("models/check/", model_form.model_check, name="model_check"),
@@ -40,6 +42,11 @@ urlpatterns: list[URLPattern] = [
     path("models/<int:model_id>/stop/", models.stop, name="model_stop"),
     path("models/<int:model_id>/delete/", models.delete, name="model_delete"),
     path("models/<int:model_id>/policy/", policies.model_policy, name="model_policy"),
+    path("models/<int:model_id>/roll/", models.roll, name="model_roll"),
+    path("presets/", presets.presets, name="presets"),
+    path("presets/<int:preset_id>/", presets.preset, name="preset"),
+    path("presets/<int:preset_id>/apply/", presets.apply, name="preset_apply"),
+    path("presets/<int:preset_id>/delete/", presets.delete, name="preset_delete"),
     path("instances/<int:instance_id>/", instances.instance, name="instance"),
     path("instances/<int:instance_id>/row/", gpus.instance_row, name="instance_row"),
     path("instances/<int:instance_id>/log/", instances.instance_log_tail, name="instance_log"),
@@ -48,6 +55,8 @@ urlpatterns: list[URLPattern] = [
     path("instances/<int:instance_id>/trim/", instances.trim, name="instance_trim"),
     path("instances/<int:instance_id>/sleep/", instances.sleep, name="instance_sleep"),
     path("instances/<int:instance_id>/wake/", instances.wake, name="instance_wake"),
+    path("instances/<int:instance_id>/move/", instances.move, name="instance_move"),
+    path("instances/<int:instance_id>/automatic/", instances.automatic, name="instance_automatic"),
     path("instances/<int:instance_id>/stop/", instances.stop, name="instance_stop"),
     path("instances/<int:instance_id>/restart/", instances.restart, name="instance_restart"),
     path("attempts/<int:attempt_id>/log/", instances.attempt_log, name="attempt_log"),

@@ -33,6 +33,7 @@ WAKE = Action("wake", "Wake", dialog=False, icon="sun")
 STOP = Action("stop", "Stop", icon="player-stop")
 CANCEL = Action("stop", "Cancel", icon="x")
 RESTART = Action("restart", "Restart", icon="refresh")
+MOVE = Action("move", "Move", icon="arrows-move-horizontal")
 START_AGAIN = Action("restart", "Restart", dialog=False, icon="refresh")
 
 
@@ -45,9 +46,9 @@ def actions_for(instance: Instance, role: str | None) -> tuple[tuple[Action, ...
         return (CANCEL,), (LIMIT,)
     if state == S.READY:
         sleep = (SLEEP,) if instance.model.enable_sleep_mode else ()
-        return (LIMIT, TRIM, *sleep, STOP), (RESTART,)
+        return (LIMIT, TRIM, *sleep, STOP), (MOVE, RESTART)
     if state == S.SLEEPING:
-        return (WAKE, STOP), (LIMIT, RESTART)
+        return (WAKE, STOP), (LIMIT, MOVE, RESTART)
     if state in (S.UNREACHABLE, S.DRAINING):
         return (STOP,), (LIMIT, RESTART)
     if state == S.STOPPING:

@@ -59,6 +59,19 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
                     host.read_at,
                 )
             )
+        for orphan in host.orphans:
+            name = orphan.served_model_name or orphan.name
+            found.append(
+                Item(
+                    2,
+                    "warn",
+                    "ghost-2",
+                    f"Leftover processes of {name} on {host.host.name}",
+                    f"Start {orphan.attempt_id} belongs to no instance and may hold GPU memory.",
+                    f"/gpus/#host-{host.host.pk}",
+                    None,
+                )
+            )
         for card in host.cards:
             gpu = card.gpu
             name = f"GPU {gpu.index} of {host.host.name}"

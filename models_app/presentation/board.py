@@ -15,6 +15,7 @@ from gpus_app.selectors import hosts_with_gpus, latest_all
 from models_app.models import Instance, MemoryPolicy
 from models_app.presentation.actions import Action, actions_for
 from models_app.presentation.memory_bar import Bar, Share, with_distinct_slots
+from models_app.services.leftovers import Orphan, orphans_shown
 from models_app.states import OCCUPIES_GPU, DesiredState, InstanceState
 
 #: A reading older than this is shown as old.
@@ -87,6 +88,7 @@ class HostCard:
     age_s: float | None
     read_at: datetime | None
     cards: list[GpuCard] = field(default_factory=list)
+    orphans: list[Orphan] = field(default_factory=list)
 
     @property
     def stale(self) -> bool:
@@ -143,6 +145,7 @@ def build_board(role: str | None, *, instances: Iterable[Instance] | None = None
                 by_gpu[uuid].append(instance)
         else:
             homeless.append(make_row(instance, None, {}, role))
+    orphans = orphans_shown([host.name for host in hosts]) if hosts else []
     found = []
     for host in hosts:
         record = records.get(host.name)
@@ -152,6 +155,7 @@ def build_board(role: str | None, *, instances: Iterable[Instance] | None = None
             reachable=host.reachable,
             age_s=record.get("age_s") if record else None,
             read_at=datetime.fromtimestamp(record["t"], UTC) if record else None,
+            orphans=[orphan for orphan in orphans if orphan.host == host.name],
         )
         for gpu in host.gpus.all():
             card.cards.append(make_card(gpu, readings.get(gpu.uuid), by_gpu.get(gpu.uuid, ()), role))

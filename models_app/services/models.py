@@ -63,7 +63,7 @@ def model_create(*, actor: str, allow_risky: bool = False, **fields: Any) -> Mod
 
 
 def model_update(
-    model: Model, *, actor: str, expected_revision: int | None = None, allow_risky: bool = False, **fields: Any
+    model: Model, /, *, actor: str, expected_revision: int | None = None, allow_risky: bool = False, **fields: Any
 ) -> Model:
     """Change fields of a model; ``spec_revision`` rises when an option of the engine changes.
 

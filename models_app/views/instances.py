@@ -16,15 +16,28 @@ from models_app.models import Instance, LaunchAttempt
 from models_app.permissions import require_role
 from models_app.presentation import words
 from models_app.presentation.actions import allowed
-from models_app.presentation.board import GpuCard, build_card, label_of, make_row
+from models_app.presentation.board import GpuCard, build_board, build_card, label_of, make_row
 from models_app.presentation.limits import limit_answer_text, preview, trim_answer_text
 from models_app.presentation.log_lines import log_lines
 from models_app.selectors import instance_log
 from models_app.services.kvcache import kvcache_limit_set, kvcache_safety_floor, kvcache_trim
 from models_app.services.launch import instance_restart
+from models_app.services.rebalancing import hand_back
+from models_app.services.rollout import instance_move
 from models_app.services.sleep import instance_sleep, instance_wake
 from models_app.services.stop import instance_stop, stop_all
-from models_app.views.common import act, actor_of, back_address, dialog, done, is_fragment, refused, role_for, target_is
+from models_app.views.common import (
+    act,
+    actor_of,
+    back_address,
+    dialog,
+    done,
+    is_fragment,
+    refused,
+    role_for,
+    target_is,
+    trigger,
+)
 
 EVENTS_SHOWN = 60
 LOG_LINES = 400
@@ -244,6 +257,55 @@ def sleep(request: HttpRequest, instance_id: int) -> HttpResponse:
         return f"{label_of(row)} goes to sleep when its requests are through."
 
     return act(request, work, back=back, changed={"instances": [row.pk]})
+
+
+@require_http_methods(["GET", "POST"])
+@require_role("operator")
+def move(request: HttpRequest, instance_id: int) -> HttpResponse:
+    """Move to other GPUs without downtime: the new one starts beside the old one, which drains when it is ready."""
+    row = _get(instance_id)
+    back = _back(request, row)
+    error, status = "", 200
+    if request.method == "POST":
+        chosen = request.POST.getlist("gpu")
+        gpus = list(Gpu.objects.select_related("host").filter(pk__in=[one for one in chosen if one.isdecimal()]))
+        try:
+            operation = instance_move(
+                row,
+                actor=actor_of(request),
+                host=gpus[0].host.name if gpus else None,
+                gpu_uuids=[gpu.uuid for gpu in gpus],
+            )
+        except InvalidInput as exc:
+            error, status = " ".join(sentence for group in exc.fields.values() for sentence in group), 422
+        except SardeenzError as exc:
+            error, status = exc.message, 422
+        else:
+            goal = f"/operations/{operation.pk}/"
+            response = done(request, f"{operation.title}: under way.", back=goal)
+            return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+    context = {
+        "i": row,
+        "label": label_of(row),
+        "heading": f"Move {label_of(row)}",
+        "error": error,
+        "board": build_board(None),
+        "size": row.model.tensor_parallel_size,
+    }
+    return dialog(request, "models_app/_move.html", context, back=back, status=status)
+
+
+@require_POST
+@require_role("operator")
+def automatic(request: HttpRequest, instance_id: int) -> HttpResponse:
+    """Give a limit that was set by hand back to the controller."""
+    row = _get(instance_id)
+
+    def work() -> str:
+        hand_back(row, actor=actor_of(request))
+        return f"The limit of {label_of(row)} follows its policy again."
+
+    return act(request, work, back=_back(request, row), changed={"instances": [row.pk]})
 
 
 @require_http_methods(["GET", "POST"])

@@ -10,7 +10,7 @@ from django.core.paginator import Paginator
 from django.db.models import Prefetch, Q
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, render
-from django.views.decorators.http import require_GET, require_http_methods
+from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from gpus_app.models import Gpu
 from gpus_app.selectors import hosts_with_gpus
@@ -23,6 +23,7 @@ from models_app.presentation.launching import Fit, fit_of
 from models_app.services.launch import model_launch
 from models_app.services.models import CommandPreview, command_preview, model_delete, model_facts
 from models_app.services.placement import Wish
+from models_app.services.rollout import model_roll
 from models_app.services.room import room_make
 from models_app.services.stop import instance_stop
 from models_app.states import TERMINAL, InstanceState
@@ -194,8 +195,9 @@ def _launch(request: HttpRequest, row: Model, wish: dict[str, Any], back: str) -
     try:
         if "make_room" in request.POST:
             operation = room_make(row, actor=actor_of(request), host=wish["host"], gpu_uuids=wish["gpu_uuids"])
-            response = done(request, f"{operation.title}: under way.", back=f"/operations/{operation.pk}/")
-            return trigger(response, go={"to": f"/operations/{operation.pk}/"}) if request.htmx else response  # type: ignore[attr-defined]
+            goal = f"/operations/{operation.pk}/"
+            response = done(request, f"{operation.title}: under way.", back=goal)
+            return trigger(response, go={"to": goal}) if response.status_code == 204 else response
         made = model_launch(
             row,
             actor=actor_of(request),
@@ -214,7 +216,7 @@ def _launch(request: HttpRequest, row: Model, wish: dict[str, Any], back: str) -
     goal = f"/instances/{made[0].pk}/" if len(made) == 1 else here
     text = f"{row.served_model_name} is being launched."
     response = done(request, text, back=goal, changed={"names": ["board", "models"]})
-    return trigger(response, go={"to": goal}) if request.htmx else response  # type: ignore[attr-defined]
+    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
 
 
 @require_http_methods(["GET", "POST"])
@@ -234,6 +236,20 @@ def stop(request: HttpRequest, model_id: int) -> HttpResponse:
         return f"{row.served_model_name} is being stopped." if live else f"{row.served_model_name} does not run."
 
     return act(request, work, back=back, changed={"instances": [one.pk for one in live], "names": ["models"]})
+
+
+@require_POST
+@require_role("operator")
+def roll(request: HttpRequest, model_id: int) -> HttpResponse:
+    """Bring running instances to the saved options, one after another, without downtime."""
+    row = get_object_or_404(Model, pk=model_id)
+    try:
+        operation = model_roll(row, actor=actor_of(request))
+    except SardeenzError as exc:
+        return refused(request, exc, back=f"/models/{row.pk}/")
+    goal = f"/operations/{operation.pk}/"
+    response = done(request, f"{operation.title}: under way.", back=goal)
+    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
 
 
 @require_http_methods(["GET", "POST"])
@@ -258,4 +274,4 @@ def delete(request: HttpRequest, model_id: int) -> HttpResponse:
     except SardeenzError as exc:
         return refused(request, exc, back=here)
     response = done(request, f"{row.served_model_name} is deleted.", back="/models/")
-    return trigger(response, go={"to": "/models/"}) if request.htmx else response  # type: ignore[attr-defined]
+    return trigger(response, go={"to": "/models/"}) if response.status_code == 204 else response

@@ -16,6 +16,7 @@ from models_app.forms.policy import HOLDS, GpuPolicyForm, MemoryPolicyForm
 from models_app.models import Model
 from models_app.permissions import may_risk, require_role
 from models_app.services.cards import policy_of
+from models_app.services.leftovers import orphan_reap
 from models_app.services.memory_rules import gpu_policy_change
 from models_app.services.models import model_update
 from models_app.services.room import tidy
@@ -175,6 +176,18 @@ def host_close(request: HttpRequest, host_id: int) -> HttpResponse:
         return f"{host.name} takes no new instances; what runs stays."
 
     return act(request, work, back=back, changed=BOARD)
+
+
+@require_POST
+@require_role("operator")
+def orphan_end(request: HttpRequest, attempt_id: int) -> HttpResponse:
+    """End leftover processes on this machine that no instance claims."""
+
+    def work() -> str:
+        pids = orphan_reap(attempt_id, actor=actor_of(request))
+        return f"Ended: pid {', '.join(map(str, pids))}." if pids else "They do not end; see the host's process list."
+
+    return act(request, work, back=back_address(request, "/gpus/"), changed=BOARD)
 
 
 @require_POST

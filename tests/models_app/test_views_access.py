@@ -25,7 +25,7 @@ FOR_SCRIPTS = {"live_snapshot", "playground_chat"}
 
 def address(pattern: URLPattern) -> str:
     path = "/" + str(pattern.pattern)
-    for name in ("gpu_id", "host_id", "model_id", "instance_id", "attempt_id", "operation_id", "key_id"):
+    for name in ("gpu_id", "host_id", "model_id", "instance_id", "attempt_id", "operation_id", "key_id", "preset_id"):
         path = path.replace(f"<int:{name}>", "1")
     return path
 
