@@ -168,7 +168,7 @@ class Guardian:
 
     def _follow(self, pid: int, output: int) -> None:
         """Copy output until the engine's first process ends. Its children may hold the pipe open long after that."""
-        looked = 0.0
+        began, looked = time.monotonic(), 0.0
         open_pipe = True
         while True:
             if not open_pipe:
@@ -180,8 +180,10 @@ class Guardian:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
                 self._pump(output)
                 return
-            if time.monotonic() - looked > 10.0:
-                looked = time.monotonic()
+            # Shared memory is made while an engine starts: look closely then, and seldom later.
+            now = time.monotonic()
+            if now - looked > (10.0 if now - began < 300.0 else 120.0):
+                looked = now
                 self._note_shared_memory(pid)
 
     def _pump(self, output: int, limit: int = 64) -> bool:

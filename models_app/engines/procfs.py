@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_SHARED_MEMORY = re.compile(rb"(/dev/shm/(?:psm_|sem\.mp-|torch_|nccl-|cuda\.shm)[^\s/]+)")
+_SHARED_MEMORY = re.compile(rb"(/dev/shm/(?:psm_|sem\.mp-|torch_|nccl-|cuda\.shm|vllm_)[^\s/]+)")
 _LISTEN = "0A"
 
 

@@ -23,33 +23,25 @@ _LEVEL = re.compile(
 )
 _READ_LIMIT = 1 << 20
 
-_ORDER = (
-    Stage.QUEUED,
-    Stage.STARTING,
-    Stage.DOWNLOADING,
-    Stage.LOADING_WEIGHTS,
-    Stage.COMPILING,
-    Stage.WARMING_UP,
-    Stage.CAPTURING_GRAPHS,
-    Stage.READY,
-)
 _PERCENT = re.compile(r":\s+(\d{1,3})%")
-#: What a line tells: pattern, stage. The first that matches counts.
-_LINES: tuple[tuple[re.Pattern[str], Stage], ...] = (
-    (re.compile(r"Capturing CUDA graph|Capturing cudagraphs|Graph capturing finished"), Stage.CAPTURING_GRAPHS),
-    (re.compile(r"Application startup complete"), Stage.READY),
-    (re.compile(r"init engine \(profile, create kv cache, warmup model\) took"), Stage.WARMING_UP),
-    (re.compile(r"Initial profiling/warmup run took|Memory profiling takes"), Stage.WARMING_UP),
-    (re.compile(r"(?:GPU|CPU) KV cache size:|Available KV cache memory"), Stage.WARMING_UP),
-    (re.compile(r"Init C\+\+ PageAllocator|Using kvcached process-local KV capacity"), Stage.WARMING_UP),
-    (re.compile(r"Waiting for physical KV capacity"), Stage.WARMING_UP),
-    (re.compile(r"torch\.compile took|Dynamo bytecode transform time|Compiling a graph for"), Stage.COMPILING),
-    (re.compile(r"Directly load .*(?:graph|AOT compilation)|Cache the graph of"), Stage.COMPILING),
-    (re.compile(r"Loading \w+ checkpoint shards|Loading safetensors using"), Stage.LOADING_WEIGHTS),
-    (re.compile(r"Starting to load model|Loading weights took|Model loading took"), Stage.LOADING_WEIGHTS),
-    (re.compile(r"Time spent downloading weights|Downloading \S+:|Fetching \d+ files:"), Stage.DOWNLOADING),
-    (re.compile(r"\.(?:safetensors|bin|json|model):\s+\d+%"), Stage.DOWNLOADING),
-    (re.compile(r"Initializing a V1 LLM engine|non-default args|vLLM API server version"), Stage.STARTING),
+#: What a line tells: pattern, rank, stage. The first that matches counts. A start never goes back to a lower rank; vLLM
+#: says that it loads before it downloads what it is to load, so these two share one.
+_LINES: tuple[tuple[re.Pattern[str], int, Stage], ...] = (
+    (re.compile(r"Capturing CUDA graph|Capturing cudagraphs|Graph capturing finished"), 5, Stage.CAPTURING_GRAPHS),
+    (re.compile(r"Application startup complete"), 6, Stage.READY),
+    (re.compile(r"init engine \(profile, create kv cache, warmup model\) took"), 4, Stage.WARMING_UP),
+    (re.compile(r"Initial profiling/warmup run took|Memory profiling takes"), 4, Stage.WARMING_UP),
+    (re.compile(r"(?:GPU|CPU) KV cache size:|Available KV cache memory"), 4, Stage.WARMING_UP),
+    (re.compile(r"Init C\+\+ PageAllocator|Using kvcached process-local KV capacity"), 4, Stage.WARMING_UP),
+    (re.compile(r"Waiting for physical KV capacity"), 4, Stage.WARMING_UP),
+    (re.compile(r"torch\.compile took|Dynamo bytecode transform time|Compiling a graph for"), 3, Stage.COMPILING),
+    (re.compile(r"Directly load .*(?:graph|AOT compilation)|Cache the graph of"), 3, Stage.COMPILING),
+    (re.compile(r"Loading \w+ checkpoint shards|Loading safetensors using"), 2, Stage.LOADING_WEIGHTS),
+    (re.compile(r"Loading weights took|Model loading took|Time spent downloading weights"), 2, Stage.LOADING_WEIGHTS),
+    (re.compile(r"Starting to load model"), 1, Stage.LOADING_WEIGHTS),
+    (re.compile(r"Fetching \d+ files:"), 1, Stage.DOWNLOADING),
+    (re.compile(r"(?:Downloading \S+|\.(?:safetensors|bin|json|model)):\s+\d+%"), 1, Stage.DOWNLOADING),
+    (re.compile(r"Initializing a V1 LLM engine|non-default args|vLLM API server version"), 0, Stage.STARTING),
 )  # fmt: skip
 
 
@@ -70,6 +62,7 @@ class Progress:
     stage: Stage
     progress: float | None = None
     detail: str = ""
+    rank: int = 0
 
 
 def read_line(raw: str) -> Line:
@@ -86,23 +79,32 @@ def read_line(raw: str) -> Line:
 def parse_progress(raw: str) -> Progress | None:
     """What one line says of the stage; None when nothing."""
     text = read_line(raw).text
-    for pattern, stage in _LINES:
+    for pattern, rank, stage in _LINES:
         if pattern.search(text):
-            percent = _PERCENT.search(text)
-            share = min(int(percent[1]), 100) / 100 if percent and stage is not Stage.READY else None
-            if "finished" in text or "Loading weights took" in text:
-                share = 1.0
-            return Progress(stage, share, text[:200])
+            return Progress(stage, _share(stage, text), text[:200], rank)
     return None
 
 
+def _share(stage: Stage, text: str) -> float | None:
+    """The percentage of a bar. One file of a download tells nothing of the whole, so it counts for nothing."""
+    if "Graph capturing finished" in text or "Loading weights took" in text:
+        return 1.0
+    percent = _PERCENT.search(text)
+    if percent is None or stage is Stage.READY or (stage is Stage.DOWNLOADING and not text.startswith("Fetching")):
+        return None
+    return min(int(percent[1]), 100) / 100
+
+
 def advance(now: Progress, line: Progress) -> Progress:
-    """The later of two; within a stage the greater share, or the new one where a second bar of the stage begins."""
-    if _ORDER.index(line.stage) > _ORDER.index(now.stage):
+    """The later of two. Within a stage a bar only grows, unless another bar begins (graphs of a second kind)."""
+    if line.rank != now.rank:
+        return line if line.rank > now.rank else now
+    if line.stage is not now.stage:
         return line
-    if line.stage is now.stage and line.progress is not None:
-        return line if now.progress is None or line.progress >= now.progress else now
-    return now
+    if line.progress is None:
+        return now
+    same_bar = line.detail.partition(":")[0] == now.detail.partition(":")[0]
+    return line if now.progress is None or not same_bar or line.progress >= now.progress else now
 
 
 def progress_of(text: str) -> Progress:

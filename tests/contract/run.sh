@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=tests/contract
 venv=${SARDEENZ_ENGINE_VENV:-$PWD/.venv-engine}
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
-want=$(cat "$here/engine.lock" "$here/name_vllm.py" "$here/run.sh" | sha256sum | cut -d' ' -f1)
+want=$(cat "$here/engine.lock" "$here/name_vllm.py" | sha256sum | cut -d" " -f1)
 
 if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ]; then
     echo "making the engine's environment in $venv"

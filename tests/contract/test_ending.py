@@ -15,17 +15,6 @@ from tests.contract.kit import Kit, wait_for
 pytestmark = pytest.mark.xdist_group("contract")
 
 
-def test_stop_of_an_idle_engine_is_graceful_and_leaves_nothing(kit: Kit) -> None:
-    started = kit.start()
-    started.wait_ready()
-    assert terminate(started.run_dir, limit_s=60).done
-    status = started.wait_end(30)
-    assert (status.exit_code, status.signal, status.failed) == (0, None, False)
-    assert started.cause().code == "stopped"
-    cleanup(started.run_dir)
-    started.nothing_left()
-
-
 @pytest.mark.parametrize("phase", ["imports", "Initializing a V1 LLM engine"])
 def test_stop_during_the_start_ends_it(kit: Kit, phase: str) -> None:
     started = kit.start()

@@ -267,6 +267,8 @@ GPU_START = """\
 (EngineCore pid=12) INFO 11-30 15:53:56 [core.py:123] Initializing a V1 LLM engine (v0.24.0) with config: model='/models/m'
 INFO 11-30 15:53:57 [patch_base.py:178] Successfully patched vllm: elastic_block_pool, engine_core, mp_client
 (EngineCore pid=12) INFO 11-30 15:54:03 [gpu_model_runner.py:5318] Starting to load model /models/m...
+(EngineCore pid=12) Fetching 4 files:  50%|#####     | 2/4 [00:05<00:05]
+(EngineCore pid=12) model-00003-of-00004.safetensors:  99%|#########9| 4.9G/4.95G [00:05<00:00]
 (EngineCore pid=12) INFO 11-30 15:54:04 [weight_utils.py:559] Time spent downloading weights for q/w: 12.500000 seconds
 (EngineCore pid=12) Loading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?, ?it/s]
 (EngineCore pid=12) Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:01<00:01,  1.60it/s]

@@ -45,6 +45,19 @@ def test_stages_of_a_start_come_in_order() -> None:
     ]  # fmt: skip
 
 
+def test_a_download_is_told_apart_from_the_load_that_announced_it() -> None:
+    before, _, after = samples.GPU_START.partition("(EngineCore pid=12) INFO 11-30 15:54:04")
+    assert progress_of(before).stage is Stage.DOWNLOADING
+    assert progress_of(before).progress == 0.5  # two of four files; one file's own bar says nothing of the whole
+    assert progress_of(before + "INFO 11-30 15:54:04" + after.splitlines()[0]).stage is Stage.LOADING_WEIGHTS
+
+
+def test_a_second_bar_of_a_stage_begins_anew() -> None:
+    bar = "(EngineCore pid=1) Capturing CUDA graphs ({}):  {}%|#"
+    text = "\n".join(bar.format(kind, share) for kind, share in (("PIECEWISE", 100), ("FULL", 3), ("FULL", 2)))
+    assert progress_of(text).progress == 0.03
+
+
 def test_share_of_a_stage_is_read_from_its_bar() -> None:
     found = parse_progress(
         "(EngineCore pid=1) Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01]"
