@@ -31,6 +31,7 @@ class App:
         self.client = client
         self.config = client.config
         self.metrics = Metrics()
+        client.on_queued = self.metrics.queue.observe
         self.created = int(time.time())
         self.in_flight = 0
         #: What the add-on finds in ``scope["app"].state``, as in vLLM's own application.

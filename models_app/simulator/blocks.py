@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models_app.simulator.memory import EngineFatal, KVCacheManager
+from models_app.simulator.memory import KVCacheManager
+from models_app.simulator.pages import EngineFatal
 
 DEFAULT_MAX_CACHED_TOKENS = 16_000
 

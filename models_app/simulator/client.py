@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from models_app.simulator.channel import READ_SIZE, Lines, encode
@@ -54,6 +54,8 @@ class EngineClient:
         self.faults = faults
         self.log = log
         self.engine_core = _Core(self)
+        #: Told how long each request waited for its first step.
+        self.on_queued: Callable[[float], None] = lambda _seconds: None
         self.stats: dict[str, Any] = {"running": 0, "waiting": 0, "usage": 0.0, "preemptions": 0}
         self.sleep_level = 0
         self.errored = False
@@ -175,6 +177,8 @@ class EngineClient:
         self.stats = message.get("stats", self.stats)
         kind = message["k"]
         if kind == "out":
+            for seconds in message.get("queued_s", ()):
+                self.on_queued(seconds)
             for ident, count in message["tokens"].items():
                 if queue := self._outputs.get(ident):
                     queue.put_nowait(count)

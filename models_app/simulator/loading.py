@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass
 
 from models_app.simulator import logs, segment
-from models_app.simulator.blocks import DEFAULT_MAX_CACHED_TOKENS, BlockPool, StaticManager
+from models_app.simulator.blocks import BlockPool, StaticManager
 from models_app.simulator.cards import Cards, LedgerCards
 from models_app.simulator.config import Config
+from models_app.simulator.elastic import ElasticStart, max_cached_blocks
 from models_app.simulator.facts import GIB, MIB, Geometry, geometry
 from models_app.simulator.faults import Faults
-from models_app.simulator.memory import KVCacheManager, PoolOptions
+from models_app.simulator.memory import KVCacheManager
 from models_app.simulator.scheduler import Limits, Scheduler, Speed
 
 #: CUDA context and libraries: what a sleeping engine keeps beside its KV bundles (measured with vLLM 0.24 on an H200).
@@ -28,8 +29,6 @@ _PATCHES = (
     "nixl_connector_compat, elastic_block_pool, engine_core, mp_client, core_engine_proc_manager, gpu_model_runner, "
     "gpu_worker, hybrid_block_size_align, kv_cache_coordinator, kv_cache_manager, allocate_slots"
 )
-_NULL_BLOCK_RETRY_S = 0.01
-_NULL_BLOCK_LOG_S = 10.0
 
 
 class StartFailed(Exception):
@@ -82,6 +81,7 @@ class Loader:
         self.workspace_bytes = workspace_bytes(config, cards.total_bytes)
         #: Left in place for whoever tidies up when the start fails after it was made.
         self.segment: segment.Segment | None = None
+        self.elastic = ElasticStart(config, log, faults)
         self.kvcached = config.kvcached and "kvcached_inactive" not in faults
 
     def run(self) -> Loaded:
@@ -329,14 +329,15 @@ class Loader:
         sequences, tokens = config.batch_limits(self.cards.total_bytes)
         pool: KVCacheManager | None = None
         if self.kvcached:
-            pool = self._elastic(shape)
+            self.segment = self.elastic.make_segment(shape)
+            pool = self.elastic.make_pool(shape, self.cards, self.segment)
         else:
             self._take(_whole_pages(shape.capacity_bytes))
         blocks = BlockPool(
             pool or StaticManager(shape.num_blocks),
             shape.num_blocks,
             caching=config.prefix_caching,
-            max_cached_blocks=self._max_cached_blocks() if pool else -1,
+            max_cached_blocks=max_cached_blocks(config) if pool else -1,
         )
         blocks.misses_are_fatal = "pr324" in self.faults
         speed = Speed(
@@ -355,50 +356,3 @@ class Loader:
             workspace_bytes=self.workspace_bytes,
             num_blocks=shape.num_blocks,
         )
-
-    def _max_cached_blocks(self) -> int:
-        tokens = self.config.kv_number("KVCACHED_MAX_CACHED_TOKENS", DEFAULT_MAX_CACHED_TOKENS)
-        return tokens if tokens <= 0 else max(1, tokens // self.config.block_tokens)
-
-    def _elastic(self, shape: Geometry) -> KVCacheManager:
-        config = self.config
-        options = PoolOptions(
-            min_reserved=config.kv_number("KVCACHED_MIN_RESERVED_PAGES", 5),
-            max_reserved=config.kv_number("KVCACHED_MAX_RESERVED_PAGES", 10),
-            gpu_utilization=float(config.kvcached_env.get("KVCACHED_GPU_UTILIZATION") or 0.95),
-            prealloc=config.kvcached_env.get("KVCACHED_PAGE_PREALLOC_ENABLED", "true").lower() in ("true", "1"),
-            overshoot_crashes="overshoot" in self.faults,
-        )
-        minimum = 2 * shape.bundle_bytes if "pr324" in self.faults else None
-        name = config.ipc_name or segment.default_name()
-        self.segment = segment.Segment(name, shape.capacity_bytes, min_safe_limit=minimum)
-        layer = shape.num_blocks * shape.block_bytes // MIB
-        total = shape.capacity_bytes // MIB
-        logs.write(
-            f"Init C++ PageAllocator: num_layers={shape.num_layers}, mem_size_per_layer={layer}MB, "
-            f"total_mem_size={total}MB, page_size={shape.page_bytes // MIB}MB, "
-            f"world_size={config.tensor_parallel_size}, pp_rank=0, async_sched=1, contiguous_layout="
-            f"{int(config.kvcached_env.get('KVCACHED_CONTIGUOUS_LAYOUT', 'true').lower() == 'true')}, "
-            f"enable_prealloc={int(options.prealloc)}, num_kv_buffers={shape.num_kv_buffers}, group_id=0, "
-            f"min_reserved_pages={options.min_reserved}, max_reserved_pages={options.max_reserved}\n"
-        )
-        pool = KVCacheManager(shape, self.cards, self.segment, options)
-        self._wait_for_null_block(pool)
-        pool.page_allocator.preallocate()
-        return pool
-
-    def _wait_for_null_block(self, pool: KVCacheManager) -> None:
-        """On a card past its 95 % the start waits here without end, and says so every ten seconds."""
-        started = time.monotonic()
-        logged: float | None = None
-        while not pool.reserve_null_block():
-            waited = time.monotonic() - started
-            if logged is None or waited - logged >= _NULL_BLOCK_LOG_S:
-                logged = waited
-                self.log.kvcached(
-                    "kv_cache_manager.py:382",
-                    "Waiting for physical KV capacity to reserve null block: reason=no_effective_capacity, "
-                    f"elapsed={waited:.1f}s",
-                    "WARNING",
-                )
-            time.sleep(_NULL_BLOCK_RETRY_S)

@@ -119,6 +119,7 @@ def render(metrics: Metrics, stats: dict[str, Any], model_name: str, sleep_level
         ("time_to_first_token_seconds", "Histogram of time to first token in seconds.", metrics.first_token),
         ("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", metrics.between_tokens),
         ("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", metrics.whole),
+        ("request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", metrics.queue),
     ):
         page.histogram(name, text, histogram)
     page.labelled("cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", [(cache, 1)])

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from models_app.simulator import core, scheduler
+from models_app.simulator import core, core_process, scheduler
 from models_app.simulator.logs import Log
 
 
@@ -77,7 +77,7 @@ def install_addon(vllm: str, kvcached: str, log: Log) -> None:
     _module("vllm", __version__=vllm)
     _module("vllm.v1")
     _module("vllm.v1.engine")
-    _module("vllm.v1.engine.core", EngineCore=core.EngineCore, EngineCoreProc=core.EngineCoreProc)
+    _module("vllm.v1.engine.core", EngineCore=core.EngineCore, EngineCoreProc=core_process.EngineCoreProc)
     _module("vllm.v1.request", RequestStatus=scheduler.RequestStatus)
     from models_app.kvcache_addon import engine_core
 

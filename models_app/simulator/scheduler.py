@@ -129,6 +129,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        #: Seconds that requests waited for their first step, since someone last took the list.
+        self.queued_s: list[float] = []
         #: As of the last step, like vLLM's gauge: an idle engine shows its last value for ever.
         self.usage = 0.0
 
@@ -223,6 +225,7 @@ class Scheduler:
             if not request.num_preemptions:
                 request.num_cached_tokens = hit
                 self.prompt_tokens += request.num_prompt_tokens
+                self.queued_s.append(time.time() - request.arrival_time)
             request.blocks = blocks
             request.num_computed_tokens = hit
             request.remembered = len(known)

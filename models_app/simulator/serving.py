@@ -19,6 +19,7 @@ from models_app.simulator.faults import Faults
 #: vLLM looks after a dead engine every five seconds; measured from the death, 4.2 to 5.0 s.
 WATCHDOG_S = 4.6
 SHORTEST_WATCHDOG_S = 0.6
+THROUGHPUT_LOG_S = 10.0
 BACKLOG = 2048
 
 
@@ -96,10 +97,11 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number, server)
-        watchdog = asyncio.create_task(self._watch(server))
+        tasks = [asyncio.create_task(self._watch(server)), asyncio.create_task(self._log_throughput())]
         log.say("entry.py:139", f"Starting vLLM server on http://{config.host}:{config.port}")
         await server.serve(sockets=[self._listener])
-        watchdog.cancel()
+        for task in tasks:
+            task.cancel()
         if self._ending:
             await self._ending
         await self._client.close()
@@ -156,6 +158,28 @@ class Server:
         log.say("launcher.py:157", "[shutdown] API server: signalling HTTP server shutdown")
         log.say("launcher.py:179", "[shutdown] API server: shutting down FastAPI HTTP server")
         server.should_exit = True
+
+    async def _log_throughput(self) -> None:
+        """vLLM's line every ten seconds while there is something to tell, and once more when it is over."""
+        before, busy = self._client.stats, False
+        while True:
+            await asyncio.sleep(THROUGHPUT_LOG_S)
+            now = self._client.stats
+            prompt, generated = (
+                (now.get(name, 0) - before.get(name, 0)) / THROUGHPUT_LOG_S
+                for name in ("prompt_tokens", "generation_tokens")
+            )
+            before = now
+            was_busy, busy = busy, bool(prompt or generated or now["running"] or now["waiting"])
+            if busy or was_busy:
+                queries, hits = now.get("prefix_queries", 0), now.get("prefix_hits", 0)
+                self._log.say(
+                    "loggers.py:335",
+                    f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: "
+                    f"{generated:.1f} tokens/s, Running: {now['running']} reqs, Waiting: {now['waiting']} reqs, "
+                    f"GPU KV cache usage: {100 * now['usage']:.1f}%, Prefix cache hit rate: "
+                    f"{100 * hits / max(1, queries):.1f}%",
+                )
 
     async def _watch(self, server: Any) -> None:
         await self._client.died.wait()

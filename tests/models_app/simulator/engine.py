@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -21,6 +22,7 @@ from typing import Any
 import httpx
 
 from gpus_app.probes.sim_ledger import GIB, Ledger, ensure_gpus, start_ticks
+from models_app.simulator.elastic import sockets_folder
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "test-token"
@@ -171,6 +173,7 @@ class Engine:
             eventually(lambda: not self.pids())
         self.http.close()
         self.segment.unlink(missing_ok=True)
+        shutil.rmtree(sockets_folder(self.ipc_name), ignore_errors=True)
 
     def _is_ours(self, pid: int) -> bool:
         with contextlib.suppress(OSError):

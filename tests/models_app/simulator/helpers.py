@@ -5,7 +5,8 @@ from __future__ import annotations
 from models_app.simulator.blocks import BlockPool
 from models_app.simulator.cards import LooseCards
 from models_app.simulator.facts import GIB, Geometry, SimFacts, geometry
-from models_app.simulator.memory import KVCacheManager, PoolOptions
+from models_app.simulator.memory import KVCacheManager
+from models_app.simulator.pages import PoolOptions
 from models_app.simulator.scheduler import Limits, Request, Scheduler, Speed
 from models_app.simulator.segment import Segment
 

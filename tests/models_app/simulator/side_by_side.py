@@ -15,7 +15,8 @@ from typing import Any
 
 from models_app.simulator.cards import LooseCards
 from models_app.simulator.facts import GIB, Geometry
-from models_app.simulator.memory import KVCacheManager, NoPage, PageAllocator, PoolOptions
+from models_app.simulator.memory import KVCacheManager
+from models_app.simulator.pages import NoPage, PageAllocator, PoolOptions
 from tests.models_app.simulator.helpers import make_geometry
 
 PAGES = 24

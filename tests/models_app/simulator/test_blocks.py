@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from models_app.simulator.blocks import BlockPool, StaticManager
-from models_app.simulator.memory import EngineFatal
+from models_app.simulator.pages import EngineFatal
 from tests.models_app.simulator.helpers import make_pool
 
 BUNDLE = 117_440_512

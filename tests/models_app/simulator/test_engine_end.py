@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from gpus_app.probes.sim_ledger import Ledger
+from models_app.simulator.elastic import sockets_folder
 from tests.models_app.simulator.engine import Engine, alive, eventually, running
 
 SLOW = 1.0  # tokens come at the speed of a real card, so a stream is open for as long as a test needs it
@@ -42,6 +43,14 @@ def test_sigterm_when_idle_ends_the_tree_with_0_and_leaves_nothing(engine: Engin
     assert Ledger(engine.sim_dir).used_bytes(engine.cards[0].uuid) == 0
     assert "[shutdown] API server: shutdown triggered" in engine.log()
     assert "Traceback" not in engine.log()
+
+
+def test_folder_of_kvcacheds_sockets_stays_even_after_an_orderly_end(engine: Engine) -> None:
+    folder = sockets_folder(engine.ipc_name)
+    assert (folder / "w0.sock").is_socket()
+    engine.signal(signal.SIGTERM)
+    assert engine.ended() == 0
+    assert folder.is_dir()
 
 
 def test_sigterm_with_an_open_stream_ends_the_engine_but_not_the_server(busy) -> None:
@@ -87,6 +96,7 @@ def test_shutdown_timeout_lets_a_stream_finish(tmp_path: Path) -> None:
         assert engine.ended() == 0
 
 
+@pytest.mark.slow
 def test_shutdown_timeout_that_runs_out_kills_the_engine_and_hangs_the_same(tmp_path: Path) -> None:
     with running(tmp_path, "--shutdown-timeout", "1", "--enforce-eager", speed=1.0) as engine:
         stream = engine.stream(**LONG)
@@ -120,6 +130,7 @@ def test_orphan_ends_by_itself_after_a_while(tmp_path: Path) -> None:
         eventually(lambda: not alive(core))
 
 
+@pytest.mark.slow
 def test_orphan_uses_no_processor_time(engine: Engine) -> None:
     core = engine.core_pid
     stream = engine.stream(**LONG)
@@ -149,6 +160,7 @@ def test_sigkill_of_the_core_makes_health_503_and_then_exit_0(engine: Engine) ->
     assert Ledger(engine.sim_dir).used_bytes(engine.cards[0].uuid) == 0
 
 
+@pytest.mark.slow
 def test_dead_engine_is_503_for_some_seconds_at_real_speed(tmp_path: Path) -> None:
     with running(tmp_path, "--enforce-eager", speed=1.0) as engine:
         started = time.monotonic()
@@ -158,6 +170,7 @@ def test_dead_engine_is_503_for_some_seconds_at_real_speed(tmp_path: Path) -> No
         assert time.monotonic() - started > 4.0
 
 
+@pytest.mark.slow
 def test_open_stream_gets_an_error_event_when_the_core_dies(busy) -> None:
     engine, stream = busy
     os.kill(engine.core_pid, signal.SIGKILL)
@@ -166,6 +179,7 @@ def test_open_stream_gets_an_error_event_when_the_core_dies(busy) -> None:
     assert not stream.reasons
 
 
+@pytest.mark.slow
 def test_request_to_a_dead_engine_is_500(tmp_path: Path) -> None:
     with running(tmp_path, "--enforce-eager", speed=1.0) as engine:
         os.kill(engine.core_pid, signal.SIGKILL)
@@ -196,6 +210,7 @@ def test_start_over_a_stale_segment_writes_fresh_numbers(tmp_path: Path) -> None
             assert used > 0
 
 
+@pytest.mark.slow
 def test_same_name_twice_overwrites_and_the_first_to_end_takes_the_file_along(tmp_path: Path) -> None:
     with running(tmp_path) as first, running(tmp_path, ipc_name=first.ipc_name) as second:
         assert second.segment.exists()

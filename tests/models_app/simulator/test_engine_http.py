@@ -333,6 +333,7 @@ def test_many_streams_at_once_all_finish_with_their_own_text(engine: Engine) -> 
     assert all(stream.reasons == ["length"] and stream.done for stream in streams)
 
 
+@pytest.mark.slow
 def test_load_counts_what_is_under_way(tmp_path: Path) -> None:
     with running(tmp_path, "--enforce-eager", "--enable-server-load-tracking", speed=1.0) as engine:
         streams = [engine.stream(max_tokens=5000, ignore_eos=True) for _ in range(3)]
@@ -362,6 +363,7 @@ def test_metrics_have_vllms_names_and_count(tmp_path: Path) -> None:
         assert engine.metric("request_success_total", finished_reason="length") == 2
         assert engine.metric("time_to_first_token_seconds_count") == 2
         assert engine.metric("inter_token_latency_seconds_count") == 9
+        assert engine.metric("request_queue_time_seconds_count") == 2
         assert engine.metric("engine_sleep_state", sleep_state="awake") == 1
 
 

@@ -116,6 +116,7 @@ def test_reclaim_by_preemption_is_at_once_and_changes_no_answer(tmp_path: Path) 
             assert engine.complete(prompt, max_tokens=300, ignore_eos=True)["choices"][0]["text"] == text
 
 
+@pytest.mark.slow
 def test_limit_above_capacity_is_clamped_and_never_corrupts(engine: Engine) -> None:
     capacity = segment(engine)["capacity_bytes"]
     engine.kv("limit", {"size": 20 * BUNDLE})
@@ -255,6 +256,7 @@ def test_percent_is_of_the_engines_own_card(engine: Engine) -> None:
 # -- competing ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_grown_engine_fills_the_card_to_95_percent_and_squeezing_it_makes_room(tmp_path: Path) -> None:
     size = 24 * GIB
     options = {"gpu_bytes": size, "sim_dir": tmp_path / "gpus", **MEASURED}
@@ -356,6 +358,7 @@ def test_stock_engine_does_not_shrink_while_idle_but_at_its_next_allocation(tmp_
         eventually(lambda: engine.footprint <= 3 * BUNDLE)
 
 
+@pytest.mark.slow
 def test_stock_engine_that_is_starved_stays_so_when_the_limit_is_raised(tmp_path: Path) -> None:
     with running(tmp_path, "--no-enable-prefix-caching", "--enforce-eager", faults="stock", **MEASURED) as engine:
         engine.write_limit(2 * BUNDLE)
@@ -384,6 +387,7 @@ def test_engine_without_the_add_on_has_no_endpoints(tmp_path: Path) -> None:
         assert "sardeenz" not in engine.log()
 
 
+@pytest.mark.slow
 def test_overshoot_kills_a_stock_engine(tmp_path: Path) -> None:
     options = {"gpu_bytes": 200 * GIB, **MEASURED}
     arguments = ("--no-enable-prefix-caching", "--enforce-eager", "--kv-cache-memory-bytes", str(50 * BUNDLE))
@@ -431,6 +435,7 @@ def test_pull_requests_limit_clamps_to_its_floor_and_trim_only_lowers_the_limit(
     assert pr324.numbers() == (2 * BUNDLE, BUNDLE, 10 * BUNDLE)
 
 
+@pytest.mark.slow
 def test_pull_requests_engine_dies_of_a_limit_below_use(tmp_path: Path) -> None:
     arguments = ("--no-enable-prefix-caching", "--enforce-eager", "--block-size", "128")
     with running(tmp_path, *arguments, faults="pr324", token=False, speed=1.0, **MEASURED) as engine:

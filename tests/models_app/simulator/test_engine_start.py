@@ -132,6 +132,7 @@ def test_tensor_parallel_engine_takes_the_same_on_each_card(tmp_path: Path) -> N
         assert engine.kv("status")["segments"][0]["tp_multiplier"] == 2
 
 
+@pytest.mark.slow
 def test_loading_takes_longer_with_larger_weights_and_with_the_fault(tmp_path: Path) -> None:
     def loading(**options: object) -> float:
         with running(tmp_path, "--enforce-eager", speed=20.0, **options) as engine:
@@ -142,6 +143,7 @@ def test_loading_takes_longer_with_larger_weights_and_with_the_fault(tmp_path: P
     assert loading(faults="slow_load:20") > 5 * small
 
 
+@pytest.mark.slow
 def test_two_engines_share_a_card(tmp_path: Path) -> None:
     with running(tmp_path) as one, running(tmp_path) as other:
         holders = Ledger(one.sim_dir).read()[one.cards[0].uuid]
@@ -192,6 +194,7 @@ def test_port_in_use_is_a_bare_traceback_before_any_load(tmp_path: Path) -> None
     assert "Initializing a V1 LLM engine" not in log
 
 
+@pytest.mark.slow
 def test_old_vllm_shares_its_port_silently(tmp_path: Path) -> None:
     with running(tmp_path, vllm="0.24.0") as one, Engine(tmp_path, vllm="0.24.0", port=one.port) as two:
         two.start().wait_log("Application startup complete")
@@ -323,6 +326,7 @@ def test_sigterm_while_the_engine_starts_is_ignored_and_a_second_one_ends_it(tmp
         eventually(lambda: not engine.pids())
 
 
+@pytest.mark.slow
 def test_sigterm_while_starting_can_hang_the_start_until_sigkill(tmp_path: Path) -> None:
     with Engine(tmp_path, speed=3.0, faults="sigterm_hang") as engine:
         engine.start().wait_log("Starting to load model")

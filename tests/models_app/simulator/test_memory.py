@@ -8,7 +8,7 @@ import pytest
 
 from models_app.simulator.cards import LooseCards
 from models_app.simulator.facts import GIB
-from models_app.simulator.memory import EngineFatal
+from models_app.simulator.pages import EngineFatal
 from models_app.simulator.segment import SHM_FOLDER, Segment
 from tests.models_app.simulator.helpers import H200_BYTES, make_geometry, make_pool
 
