@@ -21,7 +21,7 @@ from models_app.router.auth import check_key, presented_key
 from models_app.router.config import RouterConfig
 from models_app.router.endpoints import ANTHROPIC_PREFIX, ENDPOINTS, Endpoint, dialect_of
 from models_app.router.errors import RouterError, model_not_found
-from models_app.router.exchange import Exchange, cancelled_by
+from models_app.router.exchange import Exchange
 from models_app.router.limits import Limiter
 from models_app.router.listing import model_entry, model_list, usable_names
 from models_app.router.metrics import Metrics
@@ -29,7 +29,17 @@ from models_app.router.metrics_share import MetricsFiles
 from models_app.router.queueing import Demand, Doors
 from models_app.router.relay import BrokenOff, Tally
 from models_app.router.reply import Client, Reply, request_id_from
-from models_app.router.request import Ask, Buffered, ClientGone, Receive, Scope, Send, read_body, wanted_headers
+from models_app.router.request import (
+    Ask,
+    BodyWatch,
+    Buffered,
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    wanted_headers,
+)
 from models_app.router.table import Key, ModelRoute, Name, RouteTable, TableSource
 from models_app.router.targets import Targets
 from models_app.router.usage import UsageBook, UsageRecord
@@ -67,6 +77,7 @@ class RouterApp:
         self.doors = Doors(self.config, self.metrics, on_demand)
         self.usage = UsageBook()
         self.buffered = Buffered(self.config.max_buffered_bytes)
+        self.body_watch = BodyWatch(self.config.body_idle_s)
         self._on_usage = on_usage
         self._on_event = on_event
         self._events_told: dict[tuple[int, str], float] = {}
@@ -102,7 +113,9 @@ class RouterApp:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.config.sweep_s)
-            self.targets.sweep(time.monotonic())
+            now = time.monotonic()
+            self.targets.sweep(now)
+            self.body_watch.sweep(now)
 
     async def _tell_usage(self) -> None:
         while True:
@@ -240,14 +253,16 @@ class RouterApp:
         if limited:
             reply.headers.extend(limited)
         config = self.config
+        task = asyncio.current_task(self._loop)
+        assert task is not None  # noqa: S101 - every ASGI server runs an application in a task
         body = b""
         try:
             limit = config.max_upload_bytes if endpoint.multipart else config.max_body_bytes
-            body = await read_body(receive, headers, limit, config, self.buffered)
+            body = await read_body(receive, task, headers, limit, self.body_watch, self.buffered)
             tally.waited_s = time.monotonic() - tally.started_at
             ask = Ask(endpoint, body, headers.get(b"content-type", b""))
             name, route = self._resolve(ask, key, scope)
-            await self._run(ask, key, name, route, Client(receive), reply, headers, tally)
+            await self._run(ask, key, name, route, Client(receive, task), reply, headers, tally)
         finally:
             self.buffered.give(len(body))
             if limited is not None:
@@ -299,15 +314,13 @@ class RouterApp:
         headers: dict[bytes, bytes],
         tally: Tally,
     ) -> None:
-        loop = self._loop
-        assert loop is not None  # noqa: S101 - set before any request
-        client.watch(loop)
+        client.watch()
         exchange = Exchange(self, ask, key, name, route, client, reply, headers, tally)
         status = 0
         try:
             await exchange.run()
         except asyncio.CancelledError:
-            if not cancelled_by(client):
+            if not client.took_it_back():
                 raise
             status = 499  # what nginx calls it: the client closed the request
             self.metrics.gone.add((exchange.route.name,))

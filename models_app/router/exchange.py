@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -234,13 +233,3 @@ class Exchange:
             f"The model '{self.route.name}' could not be reached ({failure.kind}).",
             retry_after_s=2,
         )
-
-
-def cancelled_by(client: Client) -> bool:
-    """Whether the cancellation being handled is the client's leaving; it is then dealt with."""
-    if not client.gone:
-        return False
-    task = asyncio.current_task()
-    if task is not None:
-        task.uncancel()
-    return True

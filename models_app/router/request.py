@@ -7,12 +7,12 @@ before its last brace, so that a large prompt is neither parsed back nor copied 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import orjson
 
-from models_app.router.config import RouterConfig
 from models_app.router.endpoints import Endpoint
 from models_app.router.errors import RouterError, bad_request
 from models_app.router.multipart import Form
@@ -71,10 +71,52 @@ class Buffered:
         self.held -= size
 
 
+class BodyWatch:
+    """Ends requests whose client fell silent in the middle of its body. One sweep for all: a timer each would cost
+    more than reading a small body does."""
+
+    __slots__ = ("_expired", "_until", "limit_s")
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._until: dict[asyncio.Task[object], float] = {}
+        self._expired: set[asyncio.Task[object]] = set()
+
+    def sweep(self, now: float) -> None:
+        for task in [task for task, until in self._until.items() if until < now]:
+            del self._until[task]
+            self._expired.add(task)
+            task.cancel()
+
+    async def receive(self, receive: Receive, task: asyncio.Task[object]) -> MutableMapping[str, Any]:
+        """The next part of the body. Raises 408, or ClientGone."""
+        self._until[task] = time.monotonic() + self.limit_s
+        try:
+            message = await receive()
+        except asyncio.CancelledError:
+            if task not in self._expired:
+                raise
+            task.uncancel()
+            raise RouterError(
+                408, "request_timeout", f"No part of the request body came for {self.limit_s:g} s."
+            ) from None
+        finally:
+            self._until.pop(task, None)
+            self._expired.discard(task)
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+
 async def read_body(
-    receive: Receive, headers: Mapping[bytes, bytes], limit: int, config: RouterConfig, buffered: Buffered
+    receive: Receive,
+    task: asyncio.Task[object],
+    headers: Mapping[bytes, bytes],
+    limit: int,
+    watch: BodyWatch,
+    buffered: Buffered,
 ) -> bytes:
-    """The whole body; the caller gives ``len(body)`` back to ``buffered``.
+    """The whole body; the caller gives ``len(body)`` back to ``buffered``. ``task`` is the one that asks.
 
     Raises 413 before anything is read when the declared length is over the limit, and as soon as what came is.
     """
@@ -84,7 +126,7 @@ async def read_body(
             raise bad_request("Content-Length is not a number.")
         if int(declared) > limit:
             raise too_large(limit)
-    message = await _receive(receive, config.body_idle_s)
+    message = await watch.receive(receive, task)
     if not message.get("more_body", False):
         body = bytes(message.get("body", b""))
         if len(body) > limit:
@@ -101,21 +143,10 @@ async def read_body(
             pieces += piece
             if not message.get("more_body", False):
                 return bytes(pieces)
-            message = await _receive(receive, config.body_idle_s)
+            message = await watch.receive(receive, task)
     except BaseException:
         buffered.give(len(pieces))
         raise
-
-
-async def _receive(receive: Receive, limit_s: float) -> MutableMapping[str, Any]:
-    try:
-        async with asyncio.timeout(limit_s):
-            message = await receive()
-    except TimeoutError:
-        raise RouterError(408, "request_timeout", f"No part of the request body came for {limit_s:g} s.") from None
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    return message
 
 
 class Ask:

@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
         self.deadline = FOREVER
         self.deadline_kind = ""
         self.beat_at = FOREVER
-        self._bare_ending = False  # the answer ends where the connection does
+        self._bare_ending = True  # the answer ends where the connection does, unless a header says otherwise
         self._may_be_kept = False
         self._chunks: list[bytes] = []
         self._buffered = 0
@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
             return
         if self.complete:
             return
-        if self._bare_ending and exc is None:
+        if self.started and self._bare_ending and exc is None:
             self.complete = True
             self._wake()
         elif self.used_before and not self.status:
@@ -189,7 +189,10 @@ class Connection(asyncio.Protocol):
             raise ValueError("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        name = name.lower()
+        if name == b"content-length" or name == b"transfer-encoding":
+            self._bare_ending = False
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self.parser.get_status_code()
@@ -198,10 +201,6 @@ class Connection(asyncio.Protocol):
         self.status = status
         self.started = True
         self._may_be_kept = self.parser.should_keep_alive()
-        if status not in (204, 304):
-            self._bare_ending = not any(
-                name == b"content-length" or name == b"transfer-encoding" for name, _ in self.headers
-            )
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
