@@ -20,6 +20,7 @@ from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import Instance, Model
 from models_app.services import placement, specs
 from models_app.services.audit import audit, audited
+from models_app.services.locks import instance_locked
 from models_app.services.placement import Placement, Wish
 from models_app.services.requeue import requeue
 from models_app.services.shares import first_share
@@ -89,7 +90,7 @@ def wish_elsewhere(model: Model, *, host: str | None = None, gpu_uuids: Sequence
 
 
 def _launch(model: Model, actor: str, replicas: int | None, wish: Wish) -> list[Instance]:
-    locked = Model.objects.select_for_update(of=("self",)).select_related("host").get(pk=model.pk)
+    locked = Model.objects.select_for_update(of=("self",), no_key=True).select_related("host").get(pk=model.pk)
     wanted = replicas or locked.replicas
     rows = selectors.replicas_of(locked)
     missing = [index for index in range(wanted) if index not in rows or not rows[index].is_live]
@@ -175,7 +176,7 @@ def instance_place(instance_id: int) -> bool:
     fit stays pending with the reason and is tried again by the reconciler, until PLACE_LIMIT_S.
     """
     with transaction.atomic():
-        hosts = {host.name: host for host in Host.objects.select_for_update().order_by("pk")}
+        hosts = {host.name: host for host in Host.objects.select_for_update(no_key=True).order_by("pk")}
         row = Instance.objects.select_related("model__host").filter(pk=instance_id, state=S.PENDING).first()
         if row is None:
             return False
@@ -230,7 +231,7 @@ def instance_restart(instance: Instance, *, actor: str, force: bool = False) -> 
     with audited(actor, "instance.restart", str(instance)):
         broker.require()
         with transaction.atomic():
-            row = Instance.objects.select_for_update(of=("self",)).select_related("model", "host").get(pk=instance.pk)
+            row = instance_locked(instance.pk)
             Model.objects.filter(pk=row.model_id).update(deployed=True)
             state = S(row.state)
             if not row.is_live:

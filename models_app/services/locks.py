@@ -6,6 +6,20 @@ import zlib
 
 from django.db import connection
 
+from models_app.models import Instance, Model
+
+
+def instance_locked(instance_id: int) -> Instance:
+    """The instance under a lock, with its model and host; its model is locked before it.
+
+    Launching locks a model and then its instances. Whoever writes both takes them in that order, or two of them would
+    wait for each other for ever.
+    """
+    model_id = Instance.objects.values_list("model_id", flat=True).get(pk=instance_id)
+    Model.objects.select_for_update(of=("self",), no_key=True).get(pk=model_id)
+    rows = Instance.objects.select_for_update(of=("self",), no_key=True)
+    return rows.select_related("model__memory_policy", "host").get(pk=instance_id)
+
 
 def transaction_lock(name: str) -> None:
     """Hold a named lock until the current transaction ends.

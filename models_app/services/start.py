@@ -63,7 +63,7 @@ def _claim(row: Instance) -> LaunchAttempt | None:
     for _ in range(_PORT_TRIES):
         try:
             with transaction.atomic():
-                host = Host.objects.select_for_update().get(pk=host_of(row).pk)
+                host = Host.objects.select_for_update(no_key=True).get(pk=host_of(row).pk)
                 return _claim_locked(row, host)
         except IntegrityError:
             log.info("port of %s was taken in between, trying another", row)

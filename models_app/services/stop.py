@@ -20,6 +20,7 @@ from models_app.models import Instance, Model
 from models_app.services.access import EngineSaidNo, client, here, host_of, run_dir, start_waiting, status_of
 from models_app.services.audit import audited
 from models_app.services.ending import attempt_close, find_cause, instance_fail, leftovers_end
+from models_app.services.locks import instance_locked
 from models_app.services.requeue import requeue
 from models_app.states import HAS_PROCESS, DesiredState, InstanceState, LimitStatus
 
@@ -42,7 +43,7 @@ def instance_stop(instance: Instance, *, actor: str, force: bool = False) -> Ins
         if Instance.objects.filter(pk=instance.pk, state__in=HAS_PROCESS).exists():
             broker.require()
         with transaction.atomic():
-            row = Instance.objects.select_for_update(of=("self",)).select_related("model", "host").get(pk=instance.pk)
+            row = instance_locked(instance.pk)
             transitions.report(row.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
             _undeploy(row)
             instance_stop_begin(row, reason=f"Stopped by {actor}.", actor=actor, force=force)
