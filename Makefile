@@ -46,6 +46,8 @@ test-faults: dev ## processes killed, broker away, disks full: whole stacks unde
 	$(PYTEST) -q -n 0 -m "faults"
 
 bench: dev       ## measurements; README says what they mean
+	$(BIN)/python -m tests.bench.stack_cost
+	$(BIN)/python -m tests.bench.sampler_cost
 	$(BIN)/python -m tests.bench
 
 lint: dev        ## ruff, mypy, import rules, templates, Django's own checks, missing migrations
