@@ -50,21 +50,18 @@ def attempt_close(attempt: LaunchAttempt | None, status: Status | None, cause: C
     LaunchAttempt.objects.filter(pk=attempt.pk, ended_at=None).update(**fields)
 
 
-def instance_fail(row: Instance, cause: Cause, *, status: Status | None = None) -> bool:
-    """Any live state → failed, with the cause; what is left of the processes is ended; the restart policy decides.
-
-    False: someone was first. The instance's own row must be the one that the caller looked at.
-    """
-    expected = InstanceState(row.state)
-    was_ready = row.ready_at is not None
-    decision = restart_policy.decide(
+def restart_decision(
+    row: Instance, *, cause_code: str, was_ready: bool, permanent: bool = False, status: Status | None = None
+) -> restart_policy.Decision:
+    """What the policy of the row's model says of this end."""
+    return restart_policy.decide(
         policy=row.model.restart_policy,
         desired=row.desired_state,
         asked_to_stop=bool(status and status.stop_requested),
         clean_exit=bool(status and status.exit_code == 0),
         was_ready=was_ready,
-        cause_code=cause.code,
-        permanent=cause.permanent,
+        cause_code=cause_code,
+        permanent=permanent,
         restarts=row.restart_count,
         limit=settings.RESTART_LIMIT,
         backoff_s=settings.RESTART_BACKOFF_S,
@@ -72,7 +69,22 @@ def instance_fail(row: Instance, cause: Cause, *, status: Status | None = None) 
         jitter=random.random(),  # noqa: S311 - spreads restarts, guards nothing
         host_in_maintenance=bool(row.host and row.host.maintenance),
     )
-    due = None if decision.delay_s is None else timezone.now() + timedelta(seconds=decision.delay_s)
+
+
+def restart_at(decision: restart_policy.Decision) -> datetime | None:
+    return None if decision.delay_s is None else timezone.now() + timedelta(seconds=decision.delay_s)
+
+
+def instance_fail(row: Instance, cause: Cause, *, status: Status | None = None) -> bool:
+    """Any live state → failed, with the cause; what is left of the processes is ended; the restart policy decides.
+
+    False: someone was first. The instance's own row must be the one that the caller looked at.
+    """
+    expected = InstanceState(row.state)
+    was_ready = row.ready_at is not None
+    decision = restart_decision(
+        row, cause_code=cause.code, permanent=cause.permanent, was_ready=was_ready, status=status
+    )
     reason = " ".join(part for part in (cause.sentence, decision.sentence) if part)
     with transaction.atomic():
         moved = transitions.move(
@@ -81,7 +93,7 @@ def instance_fail(row: Instance, cause: Cause, *, status: Status | None = None) 
             expected=expected,
             reason=reason,
             event_facts={"cause": cause.code, "advice": cause.advice, "evidence": cause.evidence_line[:500]},
-            next_restart_at=due,
+            next_restart_at=restart_at(decision),
             first_cause=row.first_cause or cause.sentence[:1000],
         )
         if not moved:

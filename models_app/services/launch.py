@@ -20,6 +20,7 @@ from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import Instance, Model
 from models_app.services import placement, specs
 from models_app.services.audit import audit, audited
+from models_app.services.ending import restart_at, restart_decision
 from models_app.services.locks import instance_locked
 from models_app.services.placement import Placement, Wish
 from models_app.services.requeue import requeue
@@ -30,6 +31,8 @@ from models_app.states import HAS_PROCESS, DesiredState, InstanceState, Stage
 log = logging.getLogger(__name__)
 S = InstanceState
 
+#: Why cards take nobody: hosts come back, cordons are lifted; an instance waits for that without a limit.
+_CLOSED = frozenset({"unreachable", "host_cordoned", "cordoned", "faulty", "other_host"})
 #: States in which an instance is on its way out: a launch then waits for its end and starts it again.
 _LEAVING = frozenset({S.DRAINING, S.STOPPING})
 
@@ -208,14 +211,18 @@ def instance_place(instance_id: int) -> bool:
 
 def _not_placed(row: Instance, found: Placement) -> bool:
     reason = placement.refusal(found)
-    if timezone.now() - row.state_since > timedelta(seconds=settings.PLACE_LIMIT_S):
+    closed = all(one.code in _CLOSED for one in found.decision.rejections)
+    if not closed and timezone.now() - row.state_since > timedelta(seconds=settings.PLACE_LIMIT_S):
+        sentence = f"No place was found within {settings.PLACE_LIMIT_S:.0f} s. {reason}"
+        decision = restart_decision(row, cause_code="no_place", was_ready=False)
         transitions.move(
             row.pk,
             S.FAILED,
             expected=S.PENDING,
-            reason=f"No place was found within {settings.PLACE_LIMIT_S:.0f} s. {reason}",
+            reason=f"{sentence} {decision.sentence}".strip(),
             event_facts=found.facts,
             first_cause=row.first_cause or reason[:1000],
+            next_restart_at=restart_at(decision),
         )
         audit(row.created_by, "instance.start", str(row), "failed", reason)
     elif row.reason != reason[:1000]:

@@ -195,6 +195,16 @@ def test_pending_instance_that_finds_no_room_fails_visibly_in_the_end(host: Host
     row.refresh_from_db()
     assert row.state == S.FAILED
     assert "No place was found" in row.reason
+    assert row.next_restart_at is not None, "it is wanted, so it is tried again"
+
+
+def test_pending_instance_waits_for_a_host_without_a_limit(host: Host) -> None:
+    row = make_instance(host=host, state=S.PENDING, state_since=_ago(3600))
+    _silence(host)
+    control.places_check()
+    row.refresh_from_db()
+    assert row.state == S.PENDING
+    assert "not been heard of" in row.reason
 
 
 # --- lost messages -----------------------------------------------------------------------------------
