@@ -144,15 +144,16 @@ def stage_text(instance: Instance) -> str:
 
 def steps(instance: Instance) -> list[Step]:
     """The stepper of a start, as far as it got."""
-    here = len(STAGES) - 1 if instance.ready_at else _STAGE_PLACE.get(instance.stage, 0)
-    failed = instance.state == InstanceState.FAILED and not instance.ready_at
     running = is_starting(instance)
+    through = bool(instance.ready_at) and not running  # a sleeper that wakes has been ready before
+    here = len(STAGES) - 1 if through else _STAGE_PLACE.get(instance.stage, 0)
+    failed = instance.state == InstanceState.FAILED and not instance.ready_at
     found: list[Step] = []
     for place, stage in enumerate(STAGES):
         label: str = stage
-        if place == here and not instance.ready_at and instance.stage in _STAGE_PLACE:
+        if place == here and not through and instance.stage in _STAGE_PLACE:
             label = instance.stage
-        if place < here or (place == here and instance.ready_at and not running):
+        if place < here or (place == here and through):
             found.append(Step(label, "done"))
         elif place == here and failed:
             found.append(Step(label, "failed"))
