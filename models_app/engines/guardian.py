@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -97,7 +98,7 @@ class Log:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace the file at once, so that a reader sees the old or the new, never a half."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     draft.write_text(json.dumps(value))
     draft.replace(path)
 
@@ -153,6 +154,8 @@ class Guardian:
         stat = procfs.read_stat(engine.pid)
         self.status["engine_start_ticks"] = stat.start_ticks if stat else None
         self._save()
+        if self.status["stop_requested"] and stat:  # asked while it was being started: nobody saw a process to signal
+            procfs.send(engine.pid, stat.start_ticks, signal.SIGTERM)
         assert engine.stdout is not None  # noqa: S101 - asked for above
         output = engine.stdout.fileno()
         os.set_blocking(output, False)

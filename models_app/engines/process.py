@@ -63,6 +63,8 @@ _AGAIN_S = 3.0
 _ONLY_CONNECTIONS = b"Waiting for connections to close"
 #: How long Python's resource tracker may take to unlink shared memory after its clients' death.
 _TRACKER_S = 1.5
+#: How long after ``attempt.json`` a guardian may be on its way without having written its record.
+_COMING_UP_S = 5.0
 _LEFTOVERS = "leftovers.json"
 
 
@@ -208,7 +210,7 @@ def stop_step(run_dir: Path, *, limit_s: float, marker: Marker | None = None) ->
     elapsed = max(0.0, now - float(asked["at"]))
     alive = tuple(p.pid for p in family)
     if not family:
-        return StopProgress(done=True, asked_s=elapsed)
+        return StopProgress(done=not _guardian_at_work(run_dir, status, now), asked_s=elapsed)
     leader = next((p for p in family if status and p.pid == status.engine_pid), None)
     # (the leader's identity needs no second look: ``send`` checks the start ticks again)
     if elapsed >= limit_s or (leader and elapsed >= min(_AGAIN_S, limit_s) and _only_connections_left(run_dir, family)):
@@ -222,6 +224,14 @@ def stop_step(run_dir: Path, *, limit_s: float, marker: Marker | None = None) ->
     asked[told] = now
     write_json(run_dir / rundir.STOP, asked)
     return StopProgress(done=False, asked_s=elapsed, sent="SIGTERM", alive=alive)
+
+
+def _guardian_at_work(run_dir: Path, status: Status | None, now: float) -> bool:
+    """Whether a guardian may still start something, or is tidying up. The engine is not over before its guardian."""
+    if status is not None:
+        return status.cleaned_at is None and status.guardian_alive
+    attempt = read_attempt(run_dir)
+    return attempt is not None and now - float(attempt.get("created_at") or 0.0) < _COMING_UP_S
 
 
 def _stop_record(run_dir: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_private(path: Path, text: str) -> None:
     """Create or replace a file of mode 0600, at once."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)

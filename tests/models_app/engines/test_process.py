@@ -142,6 +142,14 @@ def test_asked_to_end_before_it_began_starts_nothing(root: Path) -> None:
     assert not (root / "1" / "ran").exists()
 
 
+def test_a_stop_that_meets_the_start_is_not_done_before_the_guardian_is(root: Path) -> None:
+    (root / "1").mkdir()
+    (root / "1" / "attempt.json").write_text(json.dumps({**attempt(), "created_at": time.time()}))
+    assert not stop_step(root / "1", limit_s=60).done  # a guardian may be on its way
+    (root / "1" / "attempt.json").write_text(json.dumps({**attempt(), "created_at": time.time() - 60}))
+    assert stop_step(root / "1", limit_s=60).done
+
+
 def test_guardian_survives_sigkill_of_the_worker_and_of_its_process_group(root: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from tests.models_app.engines.fakes import start;"
