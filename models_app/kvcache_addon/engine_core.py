@@ -247,6 +247,8 @@ class Addon:
     def trim(self) -> dict[str, Any]:
         """One pass: drop the prefix cache, release retired pages, unmap the reserve. The limit stays."""
         pool, control = self._pool(), self._limits()
+        if not pool.ready():
+            raise Refused(409, "unavailable", "the pool still waits for its first page: the GPU is full")
         before = pool.footprint_bytes()
         pool.evict()
         pool.release_retired()

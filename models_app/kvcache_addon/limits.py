@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from models_app.kvcache_addon.demand import Demand
-from models_app.kvcache_addon.pool import KVPool
+from models_app.kvcache_addon.pool import POOL_READY_PATIENCE_S, KVPool
 from models_app.kvcache_addon.reclaim import Reclaimer
 from models_app.kvcache_addon.wire import LimitOrder, Refused
 
@@ -32,6 +32,8 @@ class LimitControl:
         self.last_change: dict[str, Any] | None = None
         self.changed_at = 0.0
         self._segment_failed = ""
+        #: The launch's limit, when the card was so full that the pool had no page yet.
+        self._at_first_page: LimitOrder | None = None
 
     # --- orders --------------------------------------------------------------------------------------------------
 
@@ -42,7 +44,10 @@ class LimitControl:
         A start must not fail over its limit; what is wrong with it is in the answer's warnings and in the log.
         """
         size = max(size_bytes, self.pool.geometry.hard_minimum_bytes)
-        return self.apply(LimitOrder(size_bytes=size, revision=0, force=True, by="launch"))
+        order = LimitOrder(size_bytes=size, revision=0, force=True, by="launch")
+        if not self.pool.ready(POOL_READY_PATIENCE_S):
+            self._at_first_page = order
+        return self.apply(order)
 
     def apply(self, order: LimitOrder) -> dict[str, Any]:
         """Carry out an order: ``backend.LIMIT_KEYS``. Raises ``Refused`` with nothing changed."""
@@ -108,7 +113,12 @@ class LimitControl:
 
         Does what kvcached leaves to the next allocation: an idle engine has none, and a starved one cannot have one.
         """
-        pool, wanted = self.pool, self.pool.guard.wanted_pages
+        pool, late = self.pool, self._at_first_page
+        if late is not None and pool.ready():
+            self._at_first_page = None
+            if self.revision is None:
+                self.apply(late)
+        wanted = pool.guard.wanted_pages
         pool.guard.put_back()
         if wanted is None or self.drift_bytes() is not None:
             return  # nothing was ordered, or a stranger's limit stands: shown as drift, not fought over

@@ -21,8 +21,8 @@ from models_app.kvcache_addon.segment import Segment
 MANAGER_NEEDS = ("ipc_name", "mem_size", "page_size", "block_mem_size", "num_layers", "num_kv_buffers", "in_shrink",
                  "page_allocator", "resize", "trim", "release_retired_pages_through")  # fmt: skip
 ALLOCATOR_NEEDS = ("get_page_state", "get_resize_target", "group_indices_by_page")
-#: kvcached reserves the null block in a thread of its own after start; on a full GPU that waits without end.
-POOL_READY_PATIENCE_S = 60.0
+#: At start: kvcached reserves the null block in a thread of its own, which takes as long as the GPU is full.
+POOL_READY_PATIENCE_S = 30.0
 #: The allocator's background thread may hold a few pages between two lists for some milliseconds.
 RESIZE_TRIES = 6
 RESIZE_PAUSE_S = 0.002
@@ -61,8 +61,8 @@ class KVPool:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def ready(self, patience_s: float = POOL_READY_PATIENCE_S) -> bool:
-        """Wait until the pool has its null block; False if it has not by then (the GPU is full)."""
+    def ready(self, patience_s: float = 0.0) -> bool:
+        """Whether the pool has its null block, waited for that long. kvcached's own calls would wait without end."""
         event = getattr(self.manager, "_post_init_done", None)
         return True if event is None else bool(event.wait(timeout=patience_s))
 

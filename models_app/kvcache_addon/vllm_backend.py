@@ -56,9 +56,11 @@ class VllmBackend:
         return {**dict.fromkeys(STATUS_KEYS), **facts}
 
     async def limit(self, order: LimitOrder) -> dict[str, Any]:
+        self._refuse_data_parallel()
         return await self.call("limit", order.to_json())
 
     async def trim(self) -> dict[str, Any]:
+        self._refuse_data_parallel()
         return await self.call("trim")
 
     async def safety_floor(self) -> dict[str, Any]:
@@ -107,6 +109,16 @@ class VllmBackend:
             facts = {name: value for name, value in refused.items() if name not in ("status", "code", "error")}
             raise Refused(int(refused["status"]), str(refused["code"]), str(refused["error"]), **facts)
         return dict(result)
+
+    def _refuse_data_parallel(self) -> None:
+        """A utility call reaches one engine of several, all of which share one segment. Only this process knows how
+        many there are: vLLM tells each engine of a dense model that it is alone."""
+        parallel = getattr(self._config, "parallel_config", None)
+        ranks = int(getattr(parallel, "data_parallel_size", 1) or 1)
+        if ranks > 1:
+            raise Refused(
+                409, "unavailable", f"data parallel: {ranks} ranks share one segment, so limits are not offered"
+            )
 
     async def _exclusively(
         self, name: tuple[Any, ...], start: Callable[[], Coroutine[Any, Any, dict[str, Any]]]

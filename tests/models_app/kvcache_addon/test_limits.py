@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from models_app.kvcache_addon import segment
+from models_app.kvcache_addon import limits, segment
 from models_app.kvcache_addon.backend import LIMIT_KEYS, STATUS_KEYS
 from models_app.kvcache_addon.engine_core import Addon
 from models_app.kvcache_addon.wire import LimitOrder, Refused
+from tests.models_app.kvcache_addon.fake_kvcached import FakeManager
 from tests.models_app.kvcache_addon.fake_vllm import Engine
 
 Make = Callable[..., tuple[Engine, Addon]]
@@ -358,6 +360,25 @@ def test_odd_initial_limit_never_fails_a_start(
     _, addon = engine_with_pool()
     assert numbers(shm / "sz-test-i1-a1")[0] == in_force
     assert addon.status()["warnings"]
+
+
+def test_initial_limit_waits_for_a_pool_that_has_no_page_yet(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, engine_with_pool: Make
+) -> None:
+    """On a full card kvcached waits without end for its first page; an order would stop EngineCore's thread with it."""
+    monkeypatch.setenv("SARDEENZ_INITIAL_LIMIT_BYTES", str(12 * BUNDLE))
+    monkeypatch.setattr(limits, "POOL_READY_PATIENCE_S", 0.0)
+    monkeypatch.setattr(FakeManager, "_post_init_done", threading.Event(), raising=False)
+    _, addon = engine_with_pool()
+    with pytest.raises(Refused) as refused:
+        limit(addon, 20)
+    assert (refused.value.code, "the GPU is full" in refused.value.message) == ("unavailable", True)
+    with pytest.raises(Refused, match="the GPU is full"):
+        addon.trim()
+    assert numbers(shm / "sz-test-i1-a1")[0] == 100
+    FakeManager._post_init_done.set()  # type: ignore[attr-defined]
+    addon.status()
+    assert numbers(shm / "sz-test-i1-a1")[0] == 12
 
 
 def test_card_filled_by_a_neighbour_shows_as_starved_by_the_gpu(engine_with_pool: Make) -> None:

@@ -91,6 +91,16 @@ async def test_status_does_not_wait_for_a_long_step_nor_pile_up(shm: Path) -> No
     assert (await over.status())["warnings"] is None
 
 
+async def test_data_parallel_engines_get_no_limit() -> None:
+    """C14: a call reaches one of them, and they all share one segment."""
+    core, over = backend({"status": "applied"})
+    over._config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
+    for call in (over.limit(LimitOrder(5)), over.trim()):
+        with pytest.raises(Refused, match="data parallel"):
+            await call
+    assert core.calls == []
+
+
 def fake_nvml(totals: list[int]) -> Any:
     """As many GPUs as totals, UUIDs GPU-0…"""
     return SimpleNamespace(
