@@ -329,6 +329,8 @@ class RouterApp:
             log.warning(
                 "request %s: the answer of %s broke off: %s", reply.request_id, exchange.route.name, tally.failed
             )
+            if self.config.max_response_bytes is not None:
+                await reply.end()  # to return would close the connection under uvicorn, and leave it open under daphne
         except RouterError as error:
             status = error.status
             tally.failed = tally.failed or error.code

@@ -48,5 +48,7 @@ class RouterConfig:
 
     # accounting
     usage_flush_s: float = 2.0
-    max_response_bytes: int | None = None  # set where the server gives no back-pressure (daphne)
+    # daphne never waits for a slow reader and cannot cut an answer off: with this set, answers are bounded, and those
+    # that are no streams begin only when they are complete
+    max_response_bytes: int | None = None
     metrics_open: bool = False  # /metrics without a key

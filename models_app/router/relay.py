@@ -129,7 +129,7 @@ class Relay:
         connection.deadline = now + self.first_byte_s
         connection.deadline_kind = "first_byte_timeout"
         connection.beat_at = now + comment_s
-        send, feed = reply.send, scanner.feed
+        send, feed, limit = reply.send, scanner.feed, self.config.max_response_bytes
         gaps: Gaps | None = None
         last_at = 0.0
         sent = 0
@@ -165,7 +165,11 @@ class Relay:
             if out:
                 await send({"type": "http.response.body", "body": out, "more_body": True})
                 sent += len(out)
-                self._check_size(sent)
+                if limit is not None and sent > limit:
+                    tally.failed = "response_too_large"
+                    self.client.let_go()
+                    await reply.refuse(too_large_answer(limit))
+                    break
                 connection.deadline = monotonic() + idle_s
         tally.prompt_tokens, tally.completion_tokens = scanner.prompt_tokens, scanner.completion_tokens
         if scanner.failed:
@@ -195,33 +199,46 @@ class Relay:
         headers.append(self._overhead(now))
         connection.deadline = now + self.idle_s
         connection.deadline_kind = "idle_timeout"
-        await reply.start(connection.status, headers)
-        sent = 0
         try:
-            while (block := await connection.block()) is not None:
-                tally.first_byte_at = tally.first_byte_at or time.monotonic()
-                tail.feed(block)
-                if connection.at_end:
-                    await self._finish(block)
-                    break
-                if block:
-                    await reply.write(block)
-                    sent += len(block)
-                    self._check_size(sent)
-                connection.deadline = time.monotonic() + self.idle_s
+            if self.config.max_response_bytes is not None:
+                await self._collected(headers, tail, self.config.max_response_bytes)
             else:
-                await self._finish(b"")
+                await reply.start(connection.status, headers)
+                await self._piecewise(tail)
         except UpstreamError as exc:
             tally.failed = exc.kind
+            if not reply.started:
+                raise lost_midway(exc) from exc
             raise BrokenOff from exc
         tally.first_token_at = tally.first_byte_at
         tally.prompt_tokens, tally.completion_tokens = tail.usage()
 
-    def _check_size(self, sent: int) -> None:
-        limit = self.config.max_response_bytes
-        if limit is not None and sent > limit:
-            self.tally.failed = "response_too_large"
-            raise BrokenOff
+    async def _piecewise(self, tail: AnswerTail) -> None:
+        connection, reply, tally = self.connection, self.reply, self.tally
+        while (block := await connection.block()) is not None:
+            tally.first_byte_at = tally.first_byte_at or time.monotonic()
+            tail.feed(block)
+            if connection.at_end:
+                await self._finish(block)
+                return
+            if block:
+                await reply.write(block)
+            connection.deadline = time.monotonic() + self.idle_s
+        await self._finish(b"")
+
+    async def _collected(self, headers: list[Header], tail: AnswerTail, limit: int) -> None:
+        """Begin only when the answer is complete: for a server that cannot cut off one that breaks."""
+        connection, reply, tally = self.connection, self.reply, self.tally
+        body = bytearray()
+        while (block := await connection.block()) is not None:
+            tally.first_byte_at = tally.first_byte_at or time.monotonic()
+            body += block
+            if len(body) > limit:
+                raise too_large_answer(limit)
+            connection.deadline = time.monotonic() + self.idle_s
+        tail.feed(bytes(body))
+        self.client.let_go()
+        await reply.whole(connection.status, bytes(body), headers)
 
     def _overhead(self, now: float) -> Header:
         return b"x-sardeenz-overhead-ms", b"%.2f" % (self.tally.overhead_s(now) * 1000)
@@ -266,6 +283,12 @@ def _retry_after(headers: list[Header]) -> float:
         if name == b"retry-after" and value.isdigit():
             return float(value)
     return 2.0
+
+
+def too_large_answer(limit: int) -> RouterError:
+    return RouterError(
+        503, "response_too_large", f"The answer is larger than {limit // 1024**2} MiB; ask at the router's own port."
+    )
 
 
 def lost_midway(exc: UpstreamError) -> RouterError:

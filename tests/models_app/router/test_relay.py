@@ -332,18 +332,36 @@ async def test_client_that_never_reads_is_dropped_in_the_end(engine: FakeEngine)
         writer.close()
 
 
-async def test_answer_past_the_bound_for_unpaced_servers_is_cut(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_answers_are_bounded_where_the_server_does_not_pace(engine: FakeEngine, stream: bool) -> None:
     async def long(request: Request, answer: Answer) -> None:
-        await answer.start("application/json")
+        await answer.start("text/event-stream" if stream else "application/json")
         for _ in range(100):
-            await answer.chunk(b"x" * 10_000)
+            await answer.event(content("x" * 10_000))
         await answer.end()
 
     engine.behaviour = long
     config = RouterConfig(max_response_bytes=50_000)
     async with running_router(model("m", engine), config=config) as router:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await router.chat()
+        response = await router.chat(stream=stream)
+    assert '"code":"response_too_large"' in response.text
+    assert response.status_code == (200 if stream else 503)
+
+
+async def test_broken_answer_is_503_where_the_server_cannot_cut_it_off(engine: FakeEngine) -> None:
+    async def half(request: Request, answer: Answer) -> None:
+        await answer.start("application/json")
+        await answer.chunk(b'{"half":')
+        await asyncio.sleep(0.02)
+        answer.die()
+
+    engine.behaviour = half
+    config = RouterConfig(max_response_bytes=50_000)
+    async with running_router(model("m", engine), config=config) as router:
+        response = await router.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
+        engine.behaviour = chat
+        assert (await router.chat()).json()["choices"]
 
 
 # --- answers that are no stream ---
