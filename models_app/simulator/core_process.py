@@ -53,6 +53,7 @@ class EngineCoreProc(EngineCore):
         self._step: Step | None = None
         self._step_ends = 0.0
         self._starved_until = 0.0
+        self._starved_stats: dict[str, Any] = {}
         self._busy_s = 0.0
         self._usage_since = self._started
         self._usage_shown = 0.0
@@ -135,7 +136,10 @@ class EngineCoreProc(EngineCore):
             self.pool.page_allocator.preallocate()
         if not seconds:
             self._starved_until = now + STARVED_S
-            self.channel.send({"k": "out", "tokens": {}, "stats": self.stats()})
+            stats = self.stats()
+            if stats != self._starved_stats:
+                self._starved_stats = stats
+                self.channel.send({"k": "out", "tokens": {}, "stats": stats})
             return
         self._busy_s += seconds
         self._step = batch

@@ -278,7 +278,8 @@ def test_grown_engine_fills_the_card_to_95_percent_and_squeezing_it_makes_room(t
         assert time.monotonic() - started < 20
         with running(tmp_path, "--enforce-eager", facts=None, model="Qwen/Qwen3-4B", **options) as second:
             assert second.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
-        assert all(stream.is_alive() for stream in streams)
+        # Squeezed to a few bundles, they go on one after the other; none fails.
+        assert all(stream.error is None and stream.reasons in ([], ["length"]) for stream in streams)
         release(streams)
 
 
