@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
 
 from gpus_app.models import Host
 from sardeenz_site import checks, engine_choice
+from sardeenz_site.management.commands.prepare import first_admin
 from sardeenz_site.redis_url import celery_broker_url, private_url_file, redis_url
 from sardeenz_site.settings.database import database_from_url
 from sardeenz_site.settings.security import secret_key
@@ -187,3 +192,26 @@ def names_in_code() -> set[str]:
 def test_every_setting_stands_in_the_readme_and_every_one_there_exists() -> None:
     table = set(re.findall(r"^\| `([A-Z][A-Z0-9_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert names_in_code() == table
+
+
+@pytest.mark.django_db
+def test_start_tells_of_misspelt_settings_and_refuses_what_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    monkeypatch.setenv("SARDEENZ_SIM_GPU", "4")
+    out = io.StringIO()
+    call_command("prepare", "--json", "--no-broker", "--no-admin", stdout=out)
+    assert "SARDEENZ_SIM_GPUS" in json.loads(out.getvalue())["warnings"][0]
+    settings.CELERY_BROKER_URL = "redis://127.0.0.1/0"
+    with pytest.raises(CommandError, match="channel layer is in memory"):
+        call_command("prepare", "--no-broker", "--no-admin")
+
+
+@pytest.mark.django_db
+def test_first_admin_is_made_once_and_only_while_there_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SARDEENZ_ADMIN_PASSWORD", raising=False)
+    password = first_admin()
+    assert password
+    assert User.objects.get().check_password(password)
+    assert User.objects.get().is_superuser
+    assert first_admin() is None
