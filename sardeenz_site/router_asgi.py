@@ -84,6 +84,7 @@ def _build(*, inside_web: bool) -> FedRouter:
         on_demand=feed.on_demand,
         on_usage=feed.on_usage,
         on_event=feed.on_event,
+        on_capture=feed.on_capture,
         config=config,
         metrics_files=None if inside_web else MetricsFiles(home / "router-metrics"),
     )

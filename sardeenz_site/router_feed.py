@@ -35,6 +35,7 @@ ROUTES_CHANNEL = "sardeenz:routes.changed"
 PEERS_CHANNEL = "sardeenz:router.peers"
 USAGE_LIST = "sardeenz:usage"
 EVENTS_LIST = "sardeenz:router.events"
+CAPTURES_LIST = "sardeenz:router.captures:"  # and the key's id
 DEMAND_TASK = "models_app.demand"
 DEMAND_QUEUE = "control"
 
@@ -45,6 +46,8 @@ _RECONNECT_S = 1.0
 _USAGE_LIST_LENGTH = 10_000
 _EVENTS_LIST_LENGTH = 500
 _DEMAND_EXPIRES_S = 60
+_CAPTURES_LENGTH = 100
+_CAPTURES_KEPT_S = 24 * 3600
 
 
 class RouterFeed:
@@ -62,6 +65,7 @@ class RouterFeed:
         self._peers: Peers | None = None
         self._changed = asyncio.Event()
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
+        self._captures: deque[dict[str, Any]] = deque(maxlen=50)
         self._tasks: list[asyncio.Task[None]] = []
         self._last: dict[str, Any] = {}
         self._file_stamp: tuple[int, int] = (0, 0)
@@ -205,6 +209,7 @@ class RouterFeed:
                 if message is not None:
                     await client.publish(PEERS_CHANNEL, orjson.dumps(message))
                 await self._push_events(client)
+                await self._push_captures(client)
             except (RedisError, OSError) as exc:
                 peers.not_told()
                 self._note_away(exc)
@@ -219,6 +224,22 @@ class RouterFeed:
             await pipeline.execute()
         for _ in events:
             self._events.popleft()
+
+    async def _push_captures(self, client: aioredis.Redis) -> None:
+        """A ring per key that goes by itself a day after the last capture."""
+        while self._captures:
+            capture = self._captures[0]
+            name = f"{CAPTURES_LIST}{capture['key_id']}"
+            async with client.pipeline(transaction=True) as pipeline:
+                pipeline.lpush(name, orjson.dumps(capture))
+                pipeline.ltrim(name, 0, _CAPTURES_LENGTH - 1)
+                pipeline.expire(name, _CAPTURES_KEPT_S)
+                await pipeline.execute()
+            self._captures.popleft()
+
+    def on_capture(self, capture: dict[str, Any]) -> None:
+        """Kept until it can be told; the oldest is dropped past fifty."""
+        self._captures.append(capture)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Kept until it can be told; the oldest is dropped past a hundred."""

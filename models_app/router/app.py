@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from models_app.router.auth import check_key, presented_key
+from models_app.router.capture import Capture, CaptureSink, is_on
 from models_app.router.config import RouterConfig
 from models_app.router.endpoints import ANTHROPIC_PREFIX, ENDPOINTS, Endpoint, dialect_of
 from models_app.router.errors import RouterError, model_not_found
@@ -65,6 +66,7 @@ class RouterApp:
         on_demand: Demand | None = None,
         on_usage: UsageSink | None = None,
         on_event: EventSink | None = None,
+        on_capture: CaptureSink | None = None,
         config: RouterConfig | None = None,
         metrics_files: MetricsFiles | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class RouterApp:
         self.body_watch = BodyWatch(self.config.body_idle_s)
         self._on_usage = on_usage
         self._on_event = on_event
+        self._on_capture = on_capture
         self._events_told: dict[tuple[int, str], float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -315,7 +318,10 @@ class RouterApp:
         tally: Tally,
     ) -> None:
         client.watch()
-        exchange = Exchange(self, ask, key, name, route, client, reply, headers, tally)
+        capture = None
+        if key.capture_until is not None and self._on_capture is not None and is_on(key):
+            capture = Capture(key, ask.endpoint.path, ask.body, is_text=not ask.endpoint.multipart)
+        exchange = Exchange(self, ask, key, name, route, client, reply, headers, tally, capture)
         status = 0
         try:
             await exchange.run()
@@ -339,6 +345,8 @@ class RouterApp:
         finally:
             client.close()
             self._count(exchange, status or reply.status)
+            if capture is not None and self._on_capture is not None:
+                self._on_capture(capture.to_json(exchange.route.name, status or reply.status, reply.request_id))
 
     def _count(self, exchange: Exchange, status: int) -> None:
         tally, key, model = exchange.tally, exchange.key, exchange.route.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from models_app.router.capture import Capture
 from models_app.router.errors import RouterError, StaleConnection, UpstreamError
 from models_app.router.queueing import Door, not_ready
 from models_app.router.relay import Relay, Tally
@@ -25,7 +26,7 @@ _FALL_BACK = frozenset({"queue_full", "engine_unreachable", "engine_timeout"})
 class Exchange:
     """What one request needs from here to there. ``run`` either completes the reply or raises RouterError."""
 
-    __slots__ = ("ask", "client", "headers", "key", "name", "reply", "route", "router", "tally")
+    __slots__ = ("ask", "capture", "client", "headers", "key", "name", "reply", "route", "router", "tally")
 
     def __init__(
         self,
@@ -38,7 +39,9 @@ class Exchange:
         reply: Reply,
         headers: dict[bytes, bytes],
         tally: Tally,
+        capture: Capture | None = None,
     ) -> None:
+        self.capture = capture
         self.router = router
         self.ask = ask
         self.key = key
@@ -204,6 +207,7 @@ class Exchange:
             config,
             first_byte_s=config.first_byte_s if route.first_byte_s is None else route.first_byte_s,
             idle_s=config.idle_s if route.idle_s is None else route.idle_s,
+            capture=self.capture,
         )
         try:
             await relay.run(strip_usage=self.ask.strip_usage)

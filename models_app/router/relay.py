@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from models_app.router.capture import Capture
 from models_app.router.config import RouterConfig
 from models_app.router.errors import Dialect, RouterError, UpstreamError
 from models_app.router.reply import Client, Header, Reply
@@ -65,7 +66,7 @@ class Tally:
 class Relay:
     """Carries one answer over."""
 
-    __slots__ = ("client", "config", "connection", "first_byte_s", "idle_s", "reply", "tally")
+    __slots__ = ("capture", "client", "config", "connection", "first_byte_s", "idle_s", "reply", "tally")
 
     def __init__(
         self,
@@ -77,7 +78,9 @@ class Relay:
         *,
         first_byte_s: float,
         idle_s: float,
+        capture: Capture | None = None,
     ) -> None:
+        self.capture = capture
         self.connection = connection
         self.reply = reply
         self.client = client
@@ -129,7 +132,7 @@ class Relay:
         connection.deadline = now + self.first_byte_s
         connection.deadline_kind = "first_byte_timeout"
         connection.beat_at = now + comment_s
-        send, feed, limit = reply.send, scanner.feed, self.config.max_response_bytes
+        send, feed, limit, capture = reply.send, scanner.feed, self.config.max_response_bytes, self.capture
         gaps: Gaps | None = None
         last_at = 0.0
         sent = 0
@@ -150,6 +153,8 @@ class Relay:
                 continue
             connection.deadline = now + idle_s  # for the client to take it, too
             out = feed(block)
+            if capture is not None:
+                capture.feed(out)
             if gaps is None:
                 tally.first_byte_at = tally.first_byte_at or now
                 connection.deadline_kind = "idle_timeout"
@@ -218,6 +223,8 @@ class Relay:
         while (block := await connection.block()) is not None:
             tally.first_byte_at = tally.first_byte_at or time.monotonic()
             tail.feed(block)
+            if self.capture is not None:
+                self.capture.feed(block)
             if connection.at_end:
                 await self._finish(block)
                 return
@@ -237,6 +244,8 @@ class Relay:
                 raise too_large_answer(limit)
             connection.deadline = time.monotonic() + self.idle_s
         tail.feed(bytes(body))
+        if self.capture is not None:
+            self.capture.feed(bytes(body))
         self.client.let_go()
         await reply.whole(connection.status, bytes(body), headers)
 

@@ -41,6 +41,7 @@ class Fed:
             on_demand=self.feed.on_demand,
             on_usage=self.feed.on_usage,
             on_event=self.feed.on_event,
+            on_capture=self.feed.on_capture,
             config=RouterConfig(usage_flush_s=0.05),
         )
         self.feed.start(self.app)
@@ -124,6 +125,16 @@ async def test_usage_events_and_wishes_go_out(fed: Fed, broker: redis.Redis) -> 
     assert task["headers"]["task"] == "models_app.demand"
     assert "'m'" in task["headers"]["argsrepr"]
     assert task["headers"]["expires"]
+
+
+async def test_captures_are_a_ring_that_goes_by_itself(fed: Fed, broker: redis.Redis) -> None:
+    for number in range(120):
+        fed.feed.on_capture({"key_id": 7, "number": number})
+        if number % 40 == 39:
+            await wait_for(lambda: not fed.feed._captures)
+    assert broker.llen("sardeenz:router.captures:7") == 100
+    assert orjson.loads(broker.lindex("sardeenz:router.captures:7", 0))["number"] == 119
+    assert 0 < broker.ttl("sardeenz:router.captures:7") <= 24 * 3600
 
 
 async def test_two_processes_hear_of_each_other(fed: Fed, valkey_url: str, tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ class Router:
     used: list[dict[str, Any]] = field(default_factory=list)
     demanded: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    captures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -295,6 +296,7 @@ async def running_router(
     used: list[dict[str, Any]] = []
     demanded: list[str] = []
     events: list[dict[str, Any]] = []
+    captures: list[dict[str, Any]] = []
 
     async def on_usage(records: list[Any]) -> None:
         used.extend(record.to_json() for record in records)
@@ -304,10 +306,17 @@ async def running_router(
         if on_demand is not None:
             on_demand(name)
 
-    app = RouterApp(source, on_demand=demand, on_usage=on_usage, on_event=events.append, config=config)
+    app = RouterApp(
+        source,
+        on_demand=demand,
+        on_usage=on_usage,
+        on_event=events.append,
+        on_capture=captures.append,
+        config=config,
+    )
     async with serving(app) as port:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=HANGS_S, trust_env=False) as client:
-            yield Router(app, source, port, client, used, demanded, events)
+            yield Router(app, source, port, client, used, demanded, events, captures)
         await app.stop()
 
 
