@@ -1,4 +1,19 @@
-"""Everything that one simulated engine is started with, from its command line and its environment, in one place."""
+"""Everything that one simulated engine is started with, from its command line and its environment, in one place.
+
+Beside vLLM's and kvcached's own variables it reads:
+
+==============================  =====================================================================================
+``SARDEENZ_SIM_DIR``            folder of the ledger of simulated GPUs; without it the engine has a card to itself
+``SARDEENZ_SIM_GPU_BYTES``      size of that card (80 GiB)
+``SARDEENZ_SIM_SPEED``          how much faster than the demonstration loading and tokens are (1)
+``SARDEENZ_SIM_FACTS``          facts of the model, JSON (see ``facts``)
+``SARDEENZ_SIM_FAULTS``         faults that are on from the start (see ``faults``)
+``SARDEENZ_SIM_VLLM_VERSION``   the vLLM to behave like (0.30.0), and ``SARDEENZ_SIM_KVCACHED_VERSION`` (0.1.6)
+``SARDEENZ_SIM_ORPHAN_S``       after how long an EngineCore without its API server ends by itself (900)
+``SARDEENZ_ATTEMPT_DIR``        run directory, for ``faults.json``; else the folder of ``SARDEENZ_ENGINE_TOKEN_FILE``
+``SARDEENZ_ENGINE_TOKEN_FILE``  the token that guards the port: read by the add-on, as in vLLM
+==============================  =====================================================================================
+"""
 
 from __future__ import annotations
 
@@ -61,7 +76,6 @@ class Config:
     speed: float = 1.0
     faults_text: str = ""
     run_dir: Path | None = None
-    initial_limit_bytes: int | None = None
     orphan_s: float = 900.0
     shown_args: dict[str, object] = field(default_factory=dict)
 
@@ -97,7 +111,6 @@ def read(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Config:
     token_file = env.get("SARDEENZ_ENGINE_TOKEN_FILE")
     run_dir = env.get("SARDEENZ_ATTEMPT_DIR") or (str(Path(token_file).parent) if token_file else None)
     kvcached_env = {name: value for name, value in env.items() if name.startswith("KVCACHED_")}
-    initial = env.get("SARDEENZ_INITIAL_LIMIT_BYTES")
     keys = options.api_key or ([env["VLLM_API_KEY"]] if env.get("VLLM_API_KEY") else [])
     ipc_name = kvcached_env.get("KVCACHED_IPC_NAME")
     config = Config(
@@ -136,7 +149,6 @@ def read(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Config:
         speed=float(env.get("SARDEENZ_SIM_SPEED") or 1.0),
         faults_text=env.get("SARDEENZ_SIM_FAULTS", ""),
         run_dir=Path(run_dir) if run_dir else None,
-        initial_limit_bytes=int(initial) if initial else None,
         orphan_s=float(env.get("SARDEENZ_SIM_ORPHAN_S") or 900.0),
         shown_args=_shown(options),
     )
