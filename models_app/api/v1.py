@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ninja import NinjaAPI
-from ninja.openapi.docs import Swagger
+from ninja.openapi.docs import ABS_TPL_PATH, Swagger
 
 from gpus_app.api import read_router as gpu_reads
 from gpus_app.api import write_router as gpu_writes
@@ -15,6 +15,13 @@ from models_app.api.instances import router as instances
 from models_app.api.memory import router as memory
 from models_app.api.models import router as models
 
+
+class OwnSwagger(Swagger):
+    """With files of our own origin: the policy of our pages lets nothing come from a CDN."""
+
+    template_cdn = str(ABS_TPL_PATH / "swagger.html")
+
+
 api = NinjaAPI(
     title="Sardeenz",
     version="1.0.0",
@@ -23,7 +30,7 @@ api = NinjaAPI(
         "Launch, watch and control vLLM instances that share GPUs. Send a key as `Authorization: Bearer <key>`. "
         "Roles rise from viewer over operator to admin. KV bytes are per GPU."
     ),
-    docs=Swagger(settings={"persistAuthorization": True}),
+    docs=OwnSwagger(settings={"persistAuthorization": True}),
 )
 errors.install(api)
 # Before /models, whose paths take any name.

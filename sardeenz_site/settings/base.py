@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from importlib.metadata import distribution
 from pathlib import Path
 
 from sardeenz_site.engine_choice import choose_engine
@@ -71,7 +72,6 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "channels",
     "django_htmx",
-    "ninja",
     "gpus_app",
     "models_app",
     "sardeenz_site",
@@ -88,12 +88,14 @@ MIDDLEWARE = [
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
     "django_htmx.middleware.HtmxMiddleware",
 ]
+# For its page of the REST interface. Not in INSTALLED_APPS, where every worker would load pydantic for it.
+NINJA = Path(str(distribution("django-ninja").locate_file("ninja")))
 ROOT_URLCONF = "sardeenz_site.urls"
 ASGI_APPLICATION = "sardeenz_site.asgi.application"
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "DIRS": [BASE_DIR / "templates"],
+        "DIRS": [BASE_DIR / "templates", NINJA / "templates"],
         "APP_DIRS": True,
         "OPTIONS": {
             "context_processors": [
@@ -120,7 +122,7 @@ USE_TZ = True
 TIME_ZONE = "UTC"
 STATIC_URL = "/static/"
 STATIC_ROOT = SARDEENZ_HOME / "static"
-STATICFILES_DIRS = [BASE_DIR / "static"]
+STATICFILES_DIRS = [BASE_DIR / "static", NINJA / "static"]
 LOGIN_URL = "/login/"
 LOGIN_REDIRECT_URL = "/"
 

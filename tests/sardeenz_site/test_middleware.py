@@ -6,6 +6,7 @@ import re
 
 import pytest
 from django.contrib.auth.models import User
+from django.contrib.staticfiles import finders
 from django.test import AsyncClient, Client
 
 from sardeenz_site.middleware import CONTENT_SECURITY_POLICY
@@ -55,3 +56,13 @@ def test_page_has_no_inline_script_and_no_inline_style(client: Client, path: str
     html = answer.content.decode()
     assert not re.search(r"<script(?![^>]*\b(?:src=|type=\"application/json\"))[^>]*>", html)
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=\"", html)
+
+
+@pytest.mark.django_db
+def test_page_of_the_rest_interface_takes_nothing_from_elsewhere(client: Client) -> None:
+    html = client.get("/api/v1/docs").content.decode()
+    sources = re.findall(r"(?:src|href)=\"([^\"]+)\"", html)
+    assert any(source.endswith("swagger-ui-bundle.js") for source in sources)
+    assert all(source.startswith("/static/") for source in sources)
+    assert all(finders.find(source.removeprefix("/static/")) for source in sources)
+    assert not re.search(r"<script(?![^>]*\b(?:src=|type=\"application/json\"))[^>]*>", html)
