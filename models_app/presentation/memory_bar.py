@@ -18,6 +18,8 @@ from models_app.presentation.words import gib
 
 HUES = 8
 BAR_HEIGHT = 34
+#: Part of the width up to which a number still fits behind the end of its lane, on a phone too.
+LABEL_ROOM = 0.89
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +313,10 @@ def _lane(bar: Bar, share: Share, start: int, y: int, step: int, top: int, heigh
     if share.over_bytes:
         parts.append(f'<line class="lane-drop" x1="{x2}" x2="{x2}" y1="{y}" y2="{top + height}"/>')
     if step >= 14:
-        right = end / bar.scale_bytes > 0.8
+        left = end / bar.scale_bytes > LABEL_ROOM  # no room behind its end: the number stands before its start
         parts.append(
-            f'<text class="lane-text" x="{x2}" y="{y + 4}" dx="{-6 if right else 6}"'
-            f' text-anchor="{"end" if right else "start"}">{gib(limit)}</text>'
+            f'<text class="lane-text" x="{x1 if left else x2}" y="{y + 4}" dx="{-6 if left else 6}"'
+            f' text-anchor="{"end" if left else "start"}">{gib(limit)}</text>'
         )
     parts.append("</g>")
     return "".join(parts)

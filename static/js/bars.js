@@ -64,10 +64,10 @@
       const label = $("text", lane);
       if (label) {
         const to = from + Number(lane.dataset.limit);
-        const right = to / scale > 0.8;
-        set(label, "x", percent(to, scale));
-        set(label, "dx", right ? "-6" : "6");
-        set(label, "text-anchor", right ? "end" : "start");
+        const left = to / scale > 0.89;
+        set(label, "x", percent(left ? from : to, scale));
+        set(label, "dx", left ? "-6" : "6");
+        set(label, "text-anchor", left ? "end" : "start");
       }
     });
     return top;

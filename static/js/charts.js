@@ -33,6 +33,22 @@
     return pattern ? inkPattern(color, pattern) : color + "8c";
   }
 
+  // Where no readings were taken nothing is drawn: an empty point stands in every hole.
+  function withGaps(data) {
+    const { t, instances } = data;
+    const steps = t.slice(1).map((at, place) => at - t[place]);
+    const usual = steps.slice().sort((a, b) => a - b)[Math.floor(steps.length / 2)] || 1;
+    for (let place = t.length - 1; place > 0; place -= 1) {
+      if (t[place] - t[place - 1] <= Math.max(GAP_S, usual * 4)) continue;
+      t.splice(place, 0, t[place - 1] + usual);
+      instances.forEach((instance) => {
+        instance.kv.splice(place, 0, null);
+        instance.limit.splice(place, 0, null);
+      });
+    }
+    return data;
+  }
+
   class Chart {
     constructor(box) {
       this.box = box;
@@ -53,7 +69,7 @@
           headers: { Accept: "application/json" },
         });
         if (!answer.ok) throw new Error(String(answer.status));
-        this.data = await answer.json();
+        this.data = withGaps(await answer.json());
         this.loadedAt = Date.now();
         this.draw();
       } catch {
@@ -126,7 +142,7 @@
       const ceilings = [];
       instances.forEach((instance) => {
         ceilings.push(t.map((_, at) => (instance.limit[at] === null ? null : (sums[at] + instance.limit[at]) / GIB)));
-        layers.push(t.map((_, at) => (sums[at] += instance.kv[at] || 0) / GIB));
+        layers.push(t.map((_, at) => (instance.kv[at] === null ? null : (sums[at] += instance.kv[at]) / GIB)));
       });
       return [t, ...layers.reverse(), ...ceilings];
     }
@@ -157,7 +173,7 @@
         cursor: { y: false, points: { show: false } },
         legend: { show: false },
         scales: {
-          x: { time: true },
+          x: { time: true, range: (_plot, _low, high) => [high - this.window, high] },
           y: { range: () => [0, this.ceiling()] },
         },
         axes: [
@@ -236,12 +252,15 @@
       const pen = plot.ctx;
       const { left, top, width, height } = plot.bbox;
       pen.save();
+      pen.globalAlpha = 0.6;
+      let last = -100;
       pen.strokeStyle = css("--quiet");
       pen.fillStyle = css("--tblr-body-color");
       pen.setLineDash([3, 3]);
       (this.data.events || []).forEach((event) => {
         const x = plot.valToPos(event.t, "x", true);
-        if (x < left || x > left + width) return;
+        if (x < left || x > left + width || x - last < 7) return;
+        last = x;
         pen.beginPath();
         pen.moveTo(x, top);
         pen.lineTo(x, top + height);
@@ -325,6 +344,19 @@
         if (chart.box.dataset.chartGpu === gpu.uuid) chart.add(record, gpu);
       }
     });
+  });
+  // A change of an instance may be a mark of its chart: ask once when the changes have settled.
+  let settling = null;
+  const touched = new Set();
+  document.addEventListener("sz:instances", (event) => {
+    event.detail.forEach((id) => touched.add(id));
+    clearTimeout(settling);
+    settling = setTimeout(() => {
+      for (const chart of charts.values()) {
+        if (chart.visible && chart.data && chart.data.instances.some((instance) => touched.has(instance.id))) chart.load();
+      }
+      touched.clear();
+    }, 2500);
   });
   document.addEventListener("sz:gap", () => {
     for (const chart of charts.values()) {

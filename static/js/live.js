@@ -69,6 +69,9 @@
       else unknown = true;
       refetch('[data-instance="' + id + '"]');
     });
+    if ((frame.instances || []).length) {
+      document.dispatchEvent(new CustomEvent("sz:instances", { detail: frame.instances.map(Number) }));
+    }
     if (unknown || frame.gpus) refetch('[data-refetch~="board"]');
     if (frame.models) refetch('[data-refetch~="models"]');
     if ((frame.instances || []).length) refetch('[data-refetch~="attention"]');

@@ -68,7 +68,8 @@
     let tokens = 0;
     let content = "";
     running = new AbortController();
-    const system = form.elements.system.value.trim();
+    const field = (name) => (form.elements[name] ? form.elements[name].value.trim() : "");
+    const system = field("system");
     try {
       const response = await fetch("/playground/chat/", {
         method: "POST",
@@ -77,10 +78,10 @@
           ...JSON.parse(document.body.getAttribute("hx-headers")),
         },
         body: JSON.stringify({
-          model: form.elements.model.value,
+          model: field("model"),
           messages: system ? [{ role: "system", content: system }, ...history] : history,
-          temperature: form.elements.temperature.value,
-          max_tokens: form.elements.max_tokens.value,
+          temperature: field("temperature"),
+          max_tokens: field("max_tokens"),
         }),
         signal: running.signal,
       });
