@@ -95,6 +95,8 @@ def child_environment(config: Config, redis: str) -> dict[str, str]:
         SARDEENZ_ENGINE=config.engine,
         REDIS_URL=redis,
         PYTHONUNBUFFERED="1",
+        # Django's checks would load every page and form into each worker; ``prepare`` has run what matters.
+        CELERY_SKIP_CHECKS="1",
         # Thread pools otherwise keep an arena of freed memory per thread.
         MALLOC_ARENA_MAX="2",
         PATH=os.pathsep.join((str(Path(sys.executable).parent), env.get("PATH", os.defpath))),
