@@ -41,6 +41,7 @@ from models_app.views.common import (
 
 EVENTS_SHOWN = 60
 LOG_LINES = 400
+MOST_LOG_LINES = 20_000
 
 
 def _get(instance_id: int) -> Instance:
@@ -98,10 +99,15 @@ def _log_context(row: Instance, attempt: LaunchAttempt | None) -> dict[str, Any]
 @require_GET
 @require_role("viewer")
 def instance_log_tail(request: HttpRequest, instance_id: int) -> HttpResponse:
-    """The end of the log. ``have``: what the page shows already; the same again is answered with 204."""
+    """The end of the log, or all of it as a file (``download``).
+
+    ``have``: the digest of what the page shows already; the same again is answered with 204.
+    """
     row = _get(instance_id)
     wanted = request.GET.get("attempt", "")
     attempt = row.attempts.filter(number=wanted).first() if wanted.isdecimal() else None
+    if "download" in request.GET:
+        return _log_file(row, attempt or row.attempt)
     context = _log_context(row, attempt)
     if request.GET.get("have") == str(context["digest"]):
         return HttpResponse(status=204)
@@ -115,8 +121,12 @@ def instance_log_tail(request: HttpRequest, instance_id: int) -> HttpResponse:
 def attempt_log(request: HttpRequest, attempt_id: int) -> HttpResponse:
     """A start's log as a file."""
     attempt = get_object_or_404(LaunchAttempt.objects.select_related("instance__model", "host"), pk=attempt_id)
-    lines = instance_log(attempt.instance, 20_000, attempt)
-    name = f"{attempt.instance.model.served_model_name}-{attempt.instance_id}-start{attempt.number}.log"
+    return _log_file(attempt.instance, attempt)
+
+
+def _log_file(row: Instance, attempt: LaunchAttempt | None) -> HttpResponse:
+    lines = instance_log(row, MOST_LOG_LINES, attempt)
+    name = f"{row.model.served_model_name}-{row.pk}-start{attempt.number if attempt else 0}.log"
     safe = "".join(char if char.isalnum() or char in "-._" else "_" for char in name)
     return HttpResponse(
         "\n".join(lines) + "\n",

@@ -248,18 +248,22 @@
     }
   });
 
-  // A log sticks to its end unless the reader has scrolled up.
-  const atEnd = new WeakMap();
+  // A log sticks to its end unless the reader has scrolled up; what was looked for stays looked for.
+  const seen = new WeakMap();
+  const logIn = (target) => (target && target.querySelector ? target.querySelector(".log") : null);
   document.addEventListener("htmx:beforeSwap", (event) => {
-    const log = event.detail.target;
-    if (log && log.matches && log.matches(".log")) {
-      atEnd.set(log, { stuck: log.scrollHeight - log.scrollTop - log.clientHeight < 40, top: log.scrollTop });
-    }
+    const log = logIn(event.detail.target);
+    if (!log) return;
+    const stuck = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    seen.set(event.detail.target, { stuck, top: log.scrollTop });
   });
   document.addEventListener("htmx:afterSwap", (event) => {
-    const log = event.detail.target;
-    const before = log && atEnd.get(log);
-    if (before) log.scrollTop = before.stuck ? log.scrollHeight : before.top;
+    const log = logIn(event.detail.target);
+    const before = log && seen.get(event.detail.target);
+    if (!before) return;
+    const filter = $("#log-filter");
+    if (filter && filter.value) filter.dispatchEvent(new Event("input", { bubbles: true }));
+    log.scrollTop = before.stuck ? log.scrollHeight : before.top;
   });
 
   document.addEventListener("DOMContentLoaded", () => {
