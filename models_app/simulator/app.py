@@ -6,7 +6,6 @@ import contextlib
 import hmac
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,11 @@ from models_app.simulator import prompts, text
 from models_app.simulator.client import Aborted, EngineClient, EngineDeadError
 from models_app.simulator.core import vllm_config
 from models_app.simulator.generate import Generator
-from models_app.simulator.http import ApiError, ClientGone, Receive, Request, Scope, Send
+from models_app.simulator.http import ApiError, ClientGone, Handler, Receive, Request, Scope, Send, invalid_all
 from models_app.simulator.metrics import Metrics, render
-from models_app.simulator.pooling import Pooling
+from models_app.simulator.pooling import Pooling, tasks
 from models_app.simulator.pr324 import Endpoints
 
-Handler = Callable[[Request], Awaitable[None]]
 #: What ``--api-key`` guards: prefixes by the first vLLM version that has them.
 GUARDED = (((0, 0), "/v1"), ((0, 24), "/v2"), ((0, 24), "/inference"), ((0, 32), "/cohere"))
 
@@ -37,7 +35,6 @@ class App:
         #: What the add-on finds in ``scope["app"].state``, as in vLLM's own application.
         self.state = SimpleNamespace(engine_client=client, vllm_config=vllm_config(self.config, 0))
         self._guarded = tuple(prefix for since, prefix in GUARDED if self.config.version >= since)
-        generator, pooling = Generator(client, self.metrics), Pooling(client)
         self._cache_info = {
             "block_size": str(self.config.block_tokens),
             "enable_prefix_caching": str(self.config.prefix_caching),
@@ -53,18 +50,15 @@ class App:
             ("GET", "/v1/models"): self.models,
             ("POST", "/tokenize"): self.tokenize,
             ("POST", "/detokenize"): self.detokenize,
-            ("POST", "/v1/chat/completions"): generator.chat,
-            ("POST", "/v1/completions"): generator.completions,
-            ("POST", "/v1/responses"): generator.responses,
-            ("POST", "/v1/embeddings"): pooling.embeddings,
-            ("POST", "/pooling"): pooling.pooling,
-            ("POST", "/classify"): pooling.classify,
-            ("POST", "/v1/audio/transcriptions"): pooling.transcription,
+            **Pooling(client).handlers(),
         }
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            self.handlers["POST", path] = pooling.rerank
-        for path in ("/score", "/v1/score"):
-            self.handlers["POST", path] = pooling.score
+        if "generate" in tasks(self.config):
+            generator = Generator(client, self.metrics)
+            self.handlers |= {
+                ("POST", "/v1/chat/completions"): generator.chat,
+                ("POST", "/v1/completions"): generator.completions,
+                ("POST", "/v1/responses"): generator.responses,
+            }
         if self.config.dev_mode:
             self._add_developer_routes()
         if "pr324" in client.faults:
@@ -136,7 +130,7 @@ class App:
             self.client.sleep_level,
             self._cache_info,
         )
-        await request.reply(200, page.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        await request.reply(200, page.encode(), "text/plain; version=1.0.0; charset=utf-8")
 
     async def version(self, request: Request) -> None:
         await request.reply_json({"version": self.config.vllm_version})
@@ -146,7 +140,7 @@ class App:
 
     async def models(self, request: Request) -> None:
         permission = {
-            "id": f"modelperm-{uuid.uuid4().hex}",
+            "id": f"modelperm-{uuid.uuid4().hex[:16]}",
             "object": "model_permission",
             "created": self.created,
             "allow_create_engine": False,
@@ -176,13 +170,13 @@ class App:
 
     async def tokenize(self, request: Request) -> None:
         body = await request.json()
-        prompts.served_model(self.config, body)
+        model = prompts.served_model(self.config, body)
         if "messages" in body:
-            given = prompts.chat_prompt(body)
+            given = prompts.chat_prompt(body, model)
         elif isinstance(body.get("prompt"), str):
             given = body["prompt"]
         else:
-            raise ApiError(400, "Either prompt or messages must be given")
+            raise invalid_all([(f"body.{name}", "Field required", "missing", body) for name in ("prompt", "messages")])
         tokens = text.encode(given)
         strings = [text.decode([token]) for token in tokens] if body.get("return_token_strs") else None
         await request.reply_json(

@@ -62,6 +62,7 @@ class Config:
     middleware: tuple[str, ...] = ()
     root_path: str = ""
     load_tracking: bool = False
+    auto_tools: bool = False
     access_log: bool = True
     vllm_version: str = DEFAULT_VLLM
     kvcached_version: str = DEFAULT_KVCACHED
@@ -136,6 +137,7 @@ def read(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Config:
         middleware=tuple(options.middleware),
         root_path=options.root_path.rstrip("/"),
         load_tracking=options.enable_server_load_tracking,
+        auto_tools=options.enable_auto_tool_choice and bool(options.tool_call_parser),
         access_log=not options.disable_uvicorn_access_log,
         vllm_version=vllm_version,
         kvcached_version=env.get("SARDEENZ_SIM_KVCACHED_VERSION") or DEFAULT_KVCACHED,

@@ -16,6 +16,8 @@ from models_app.simulator.metrics import Metrics
 from models_app.simulator.prompts import Choice, Job
 
 DEFAULT_COMPLETION_TOKENS = 16
+#: What vLLM 0.30 ends its answers with.
+_TAIL = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
 
 
 class Generator:
@@ -25,6 +27,7 @@ class Generator:
         self._client = client
         self._config = client.config
         self._metrics = metrics
+        self._fingerprint = f"vllm-{client.config.vllm_version}-simulated"
 
     # -- the engine ----------------------------------------------------------------------------------------------
 
@@ -102,8 +105,8 @@ class Generator:
         body = await request.json()
         model = prompts.served_model(self._config, body)
         stream, usage, always = prompts.stream_options(body)
-        prompt = text.encode(prompts.chat_prompt(body))
-        tool = prompts.tool_wanted(body)
+        prompt = text.encode(prompts.chat_prompt(body, model))
+        tool = prompts.tool_wanted(body, auto_tools=self._config.auto_tools)
         forced = str(tool["arguments"]) if tool else answers.forced_json(body.get("response_format"))
         name = prompts.request_name("chatcmpl", request.headers)
         found = prompts.choices(self._config, [prompt], body, default_tokens=None, name=name, forced=forced)
@@ -123,25 +126,28 @@ class Generator:
                         "finish_reason": _reason(reason, tool),
                         "stop_reason": choice.answer.stop_reason,
                         "token_ids": None,
+                        "routed_experts": None,
                     }
                     for choice, (said, reason) in zip(job.choices, results, strict=True)
                 ],
                 "service_tier": None,
-                "system_fingerprint": None,
+                "system_fingerprint": self._fingerprint,
                 "usage": _usage(job),
                 "prompt_logprobs": None,
                 "prompt_token_ids": None,
-                "kv_transfer_params": None,
+                "prompt_text": None,
+                **_TAIL,
             }
         )
 
     async def _chat_events(self, job: Job, name: str) -> AsyncGenerator[bytes, None]:
         head = _head(name, "chat.completion.chunk", job.model)
+        opening = {"prompt_token_ids": None, "prompt_text": None}
 
         def chunk(choice: Choice, delta: dict[str, Any], reason: str | None, **more: Any) -> bytes:
             shown = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
-            usage = {"usage": _usage(job)} if job.continuous_usage else {}
-            return event({**head, "choices": [shown], **usage})
+            usage = {"usage": _counts(job)} if job.continuous_usage else {}
+            return event({**head, "choices": [shown], **(opening if "role" in delta else {}), **usage})
 
         started: set[int] = set()
         try:
@@ -159,7 +165,7 @@ class Generator:
                     more = {"stop_reason": choice.answer.stop_reason} if reason else {}
                     yield chunk(choice, delta, _reason(reason, job.tool), **more, token_ids=None)
             if job.include_usage:
-                yield event({**head, "choices": [], "usage": _usage(job)})
+                yield event({**head, "choices": [], "usage": _counts(job), "system_fingerprint": self._fingerprint})
         except EngineDeadError as error:
             yield event(_died(error))
         yield DONE
@@ -191,13 +197,13 @@ class Generator:
             {
                 **_head(name, "text_completion", model),
                 "choices": [
-                    _completion_choice(choice, echo + said, reason)
+                    {**_completion_choice(choice, echo + said, reason), "prompt_logprobs": None, "routed_experts": None}
                     for choice, (said, reason) in zip(job.choices, results, strict=True)
                 ],
                 "service_tier": None,
-                "system_fingerprint": None,
+                "system_fingerprint": self._fingerprint,
                 "usage": _usage(job),
-                "kv_transfer_params": None,
+                **_TAIL,
             }
         )
 
@@ -210,10 +216,10 @@ class Generator:
                 async for choice, piece, reason in pieces:
                     said = piece if choice.index in started else job.echo + piece
                     started.add(choice.index)
-                    usage = {"usage": _usage(job)} if job.continuous_usage else {}
+                    usage = {"usage": _counts(job)} if job.continuous_usage else {}
                     yield event({**head, "choices": [_completion_choice(choice, said, reason)], **usage})
             if job.include_usage:
-                yield event({**head, "choices": [], "usage": _usage(job)})
+                yield event({**head, "choices": [], "usage": _counts(job), "system_fingerprint": self._fingerprint})
         except EngineDeadError as error:
             yield event(_died(error))
         yield DONE
@@ -227,8 +233,8 @@ class Generator:
         model = prompts.served_model(self._config, body)
         given = body.get("input")
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        prompt = text.encode(prompts.chat_prompt({"messages": messages}))
-        name = prompts.request_name("resp", request.headers)
+        prompt = text.encode(prompts.chat_prompt({"messages": messages}, model))
+        name = f"resp_{uuid.uuid4().hex[:16]}"
         asked = {**body, "max_tokens": body.get("max_output_tokens"), "n": 1}
         found = prompts.choices(self._config, [prompt], asked, default_tokens=None, name=name)
         job = Job(model, found, len(prompt))
@@ -263,14 +269,13 @@ def _head(name: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _usage(job: Job) -> dict[str, Any]:
+def _counts(job: Job) -> dict[str, Any]:
     done = sum(choice.done for choice in job.choices)
-    return {
-        "prompt_tokens": job.prompt_tokens,
-        "total_tokens": job.prompt_tokens + done,
-        "completion_tokens": done,
-        "prompt_tokens_details": None,
-    }
+    return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + done, "completion_tokens": done}
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    return {**_counts(job), "prompt_tokens_details": None, "completion_tokens_details": None}
 
 
 def _reason(reason: str | None, tool: Any) -> str | None:
@@ -278,10 +283,10 @@ def _reason(reason: str | None, tool: Any) -> str | None:
 
 
 def _message(said: str, tool: Any) -> dict[str, Any]:
-    calls = []
+    calls = {}
     if tool:
         function = {"name": tool["name"], "arguments": said}
-        calls = [{"id": f"chatcmpl-tool-{uuid.uuid4().hex}", "type": "function", "function": function}]
+        calls = {"tool_calls": [{"id": _call_id(), "type": "function", "function": function}]}
     return {
         "role": "assistant",
         "content": None if tool else said,
@@ -289,14 +294,18 @@ def _message(said: str, tool: Any) -> dict[str, Any]:
         "annotations": None,
         "audio": None,
         "function_call": None,
-        "tool_calls": calls,
+        **calls,
         "reasoning": None,
     }
 
 
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
+
+
 def _tool_start(tool: Any) -> dict[str, Any]:
     function = {"name": tool["name"], "arguments": ""}
-    call = {"index": 0, "id": f"chatcmpl-tool-{uuid.uuid4().hex}", "type": "function", "function": function}
+    call = {"index": 0, "id": _call_id(), "type": "function", "function": function}
     return {"tool_calls": [call]}
 
 
@@ -307,9 +316,8 @@ def _completion_choice(choice: Choice, said: str, reason: str | None) -> dict[st
         "logprobs": None,
         "finish_reason": reason,
         "stop_reason": choice.answer.stop_reason if reason else None,
-        "token_ids": None,
-        "prompt_logprobs": None,
         "prompt_token_ids": None,
+        "token_ids": None,
     }
 
 

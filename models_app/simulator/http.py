@@ -16,23 +16,58 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class ApiError(Exception):
-    """An error answer in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+#: What answers one route.
+Handler = Callable[["Request"], Awaitable[None]]
+NOT_GIVEN = object()
 
-    def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
+
+class ApiError(Exception):
+    """An error answer in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+    ``named`` appends vLLM's ``(parameter=…, value=…)`` for the parameter, with the value when there is one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "BadRequestError",
+        param: str | None = None,
+        *,
+        named: str | None = None,
+        value: object = NOT_GIVEN,
+    ) -> None:
         super().__init__(message)
+        if named is not None:
+            message += f" (parameter={named})" if value is NOT_GIVEN else f" (parameter={named}, value={value})"
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+        self.body = {"error": {"message": message, "type": kind, "param": param or named, "code": status}}
 
 
 class ClientGone(Exception):
     """The client hung up; there is nobody to answer."""
 
 
-def invalid(location: tuple[object, ...], message: str, kind: str = "value_error") -> ApiError:
-    """What a failed validation of the body looks like: 400 with pydantic's list as text."""
-    shown = [{"type": kind, "loc": location, "msg": message}]
-    return ApiError(400, str(shown), HTTPStatus.BAD_REQUEST.phrase)
+def invalid(location: str, message: str, kind: str, given: object, **context: object) -> ApiError:
+    """What a failed validation of the body looks like: 400 with pydantic's findings as text (vLLM 0.30)."""
+    return invalid_all([(location, message, kind, given)], **context)
+
+
+def invalid_all(findings: list[tuple[str, str, str, object]], **context: object) -> ApiError:
+    """Several findings at once; the first names the parameter."""
+    shown = [
+        {"type": kind, "loc": location, "msg": message, "input": _brief(given), **context}
+        for location, message, kind, given in findings
+    ]
+    count = f"{len(shown)} validation error{'s' if len(shown) > 1 else ''}"
+    text = "\n".join((f"{count}:", *(f"  {each}" for each in shown)))
+    return ApiError(400, text, HTTPStatus.BAD_REQUEST.phrase, findings[0][0])
+
+
+def _brief(given: object) -> str:
+    if isinstance(given, (dict, list)):
+        return f"<{type(given).__name__} of {len(given)} items>"
+    return str(given)
 
 
 class Request:
@@ -65,23 +100,19 @@ class Request:
         """The JSON object in the body. Raises ``ApiError`` as vLLM answers it."""
         raw = await self.body()
         if not self.headers.get("content-type", "application/json").startswith("application/json"):
-            raise ApiError(415, "Unsupported Media Type: Only 'application/json' is allowed", "UnsupportedMediaType")
+            text = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+            raise ApiError(400, text, HTTPStatus.BAD_REQUEST.phrase)
+        if not raw:
+            raise invalid("body", "Field required", "missing", None)
         try:
             value = json.loads(raw)
         except ValueError as error:
-            position = getattr(error, "pos", 0)
-            shown = [
-                {
-                    "type": "json_invalid",
-                    "loc": ("body", position),
-                    "msg": "JSON decode error",
-                    "input": {},
-                    "ctx": {"error": getattr(error, "msg", str(error))},
-                }
-            ]
-            raise ApiError(400, str(shown), HTTPStatus.BAD_REQUEST.phrase) from None
+            where = f"body.{getattr(error, 'pos', 0)}"
+            context = {"error": getattr(error, "msg", str(error))}
+            raise invalid(where, "JSON decode error", "json_invalid", {}, ctx=context) from None
         if not isinstance(value, dict):
-            raise invalid(("body",), "Input should be a valid dictionary", "model_attributes_type")
+            message = "Input should be a valid dictionary or object to extract fields from"
+            raise invalid("body", message, "model_attributes_type", value)
         return value
 
     async def gone(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from models_app.simulator import prompts, text
 from models_app.simulator.client import EngineClient
 from models_app.simulator.config import Config
-from models_app.simulator.http import ApiError, Request, invalid
+from models_app.simulator.http import ApiError, Handler, Request, invalid
 
 CLASSES = ("LABEL_0", "LABEL_1")
 _EMBED = ("embed", "bge-", "e5-", "gte-", "minilm")
@@ -46,12 +46,23 @@ class Pooling:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._config = client.config
-        self._tasks = tasks(client.config)
 
-    def require(self, task: str, api: str) -> None:
-        """The refusal of a model that has no such task."""
-        if task not in self._tasks:
-            raise ApiError(400, f"The model does not support {api} API")
+    def handlers(self) -> dict[tuple[str, str], Handler]:
+        """The routes of the tasks that the model has; vLLM 0.30 has no others (404)."""
+        by_task: dict[str, dict[str, Handler]] = {
+            "embed": {"/v1/embeddings": self.embeddings, "/pooling": self.pooling},
+            "score": {
+                "/score": self.score,
+                "/v1/score": self.score,
+                "/rerank": self.rerank,
+                "/v1/rerank": self.rerank,
+                "/v2/rerank": self.rerank,
+            },
+            "classify": {"/classify": self.classify},
+            "transcription": {"/v1/audio/transcriptions": self.transcription},
+        }
+        found = tasks(self._config)
+        return {("POST", path): run for task in by_task.keys() & found for path, run in by_task[task].items()}
 
     async def _pass(self, request: Request, inputs: Sequence[list[int]]) -> int:
         """Run the inputs through the engine; the number of their tokens."""
@@ -75,13 +86,12 @@ class Pooling:
         return sum(map(len, inputs))
 
     async def embeddings(self, request: Request) -> None:
-        self.require("embed", "Embeddings")
         body = await request.json()
         model = prompts.served_model(self._config, body)
         given = body.get("input", body.get("messages"))
         if given is None:
-            raise invalid(("body", "input"), "Field required", "missing")
-        inputs = prompts.completion_prompts(given if "input" in body else prompts.chat_prompt(body))
+            raise invalid("body.input", "Field required", "missing", body)
+        inputs = prompts.completion_prompts(given if "input" in body else prompts.chat_prompt(body, model))
         used = await self._pass(request, inputs)
         size = body.get("dimensions") or self._config.facts.hidden_size
         packed = body.get("encoding_format") == "base64"
@@ -100,7 +110,6 @@ class Pooling:
         )
 
     async def pooling(self, request: Request) -> None:
-        self.require("embed", "Pooling")
         body = await request.json()
         model = prompts.served_model(self._config, body)
         inputs = prompts.completion_prompts(body.get("input"))
@@ -119,12 +128,12 @@ class Pooling:
         )
 
     async def rerank(self, request: Request) -> None:
-        self.require("score", "Rerank (Score)")
         body = await request.json()
         model = prompts.served_model(self._config, body)
         query, documents = body.get("query"), body.get("documents")
         if not isinstance(query, str) or not isinstance(documents, list):
-            raise invalid(("body", "query" if not isinstance(query, str) else "documents"), "Field required", "missing")
+            missing = "query" if not isinstance(query, str) else "documents"
+            raise invalid(f"body.{missing}", "Field required", "missing", body)
         texts = [str(each.get("text", "")) if isinstance(each, dict) else str(each) for each in documents]
         used = await self._pass(request, [text.encode(query + each) for each in texts])
         rows = [
@@ -143,12 +152,11 @@ class Pooling:
         )
 
     async def score(self, request: Request) -> None:
-        self.require("score", "Score")
         body = await request.json()
         model = prompts.served_model(self._config, body)
         left, right = body.get("text_1", body.get("queries")), body.get("text_2", body.get("documents"))
         if left is None or right is None:
-            raise invalid(("body", "text_1" if left is None else "text_2"), "Field required", "missing")
+            raise invalid(f"body.{'text_1' if left is None else 'text_2'}", "Field required", "missing", body)
         lefts = [left] if isinstance(left, str) else list(left)
         rights = [right] if isinstance(right, str) else list(right)
         if len(lefts) > 1 and len(lefts) != len(rights):
@@ -170,7 +178,6 @@ class Pooling:
         )
 
     async def classify(self, request: Request) -> None:
-        self.require("classify", "Classification")
         body = await request.json()
         model = prompts.served_model(self._config, body)
         inputs = prompts.completion_prompts(body.get("input"))
@@ -193,13 +200,12 @@ class Pooling:
 
     async def transcription(self, request: Request) -> None:
         """Words for an uploaded sound; as many as fit its guessed length."""
-        self.require("transcription", "Transcriptions")
         fields = form_fields(await request.body(), request.headers.get("content-type", ""))
         model = {"model": fields["model"].decode()} if "model" in fields else {}
         prompts.served_model(self._config, model)
         sound = fields.get("file")
         if sound is None:
-            raise invalid(("body", "file"), "Field required", "missing")
+            raise invalid("body.file", "Field required", "missing", None)
         seconds = max(1, len(sound) // _SOUND_BYTES_PER_S)
         seed = text.seed_of((), sound)
         words = "".join(text.word(seed, number) for number in range(min(400, 2 * seconds)))
@@ -215,7 +221,7 @@ def form_fields(body: bytes, content_type: str) -> dict[str, bytes]:
     _, _, boundary = content_type.partition("boundary=")
     boundary = boundary.split(";")[0].strip().strip('"')
     if not content_type.startswith("multipart/form-data") or not boundary:
-        raise invalid(("body", "file"), "Field required", "missing")
+        raise invalid("body.file", "Field required", "missing", None)
     fields: dict[str, bytes] = {}
     for part in body.split(b"--" + boundary.encode())[1:]:
         head, separator, content = part.partition(b"\r\n\r\n")

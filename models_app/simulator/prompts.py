@@ -13,7 +13,6 @@ from models_app.simulator.answers import Answer
 from models_app.simulator.config import Config
 from models_app.simulator.http import ApiError, invalid
 
-ROLES = {"system", "user", "assistant", "tool", "developer", "function"}
 MAX_CHOICES = 128
 
 
@@ -56,19 +55,23 @@ def served_model(config: Config, body: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def chat_prompt(body: Mapping[str, Any]) -> str:
+def chat_prompt(body: Mapping[str, Any], model: str) -> str:
     """The messages as one text, through a chat template of the common kind."""
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise invalid(("body", "messages"), "Field required", "missing")
+        kind, text_ = (
+            ("missing", "Field required") if messages is None else ("list_type", "Input should be a valid list")
+        )
+        raise invalid("body.messages", text_, kind, body if messages is None else messages)
     if not messages:
-        raise ApiError(400, "list object has no element 0")
+        raise ApiError(400, "Cannot apply chat template to an empty conversation. Provide at least one message.")
     parts = []
     for number, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise invalid(("body", "messages", number, "role"), f"Unexpected message role: {role!r}", "literal_error")
-        parts.append(f"<|{role}|>\n{content_text(message.get('content'))}\n")
+        # Any role is taken that is a text: what becomes of it is the template's affair.
+        if not isinstance(role, str):
+            raise invalid(f"body.messages.{number}.role", "Field required", "missing", message)
+        parts.append(f"<|{role}|>\n{content_text(message.get('content'), model)}\n")
         if message.get("tool_calls"):
             parts.append(json.dumps(message["tool_calls"]))
     if body.get("tools"):
@@ -76,14 +79,14 @@ def chat_prompt(body: Mapping[str, Any]) -> str:
     return "".join(parts) + "<|assistant|>\n"
 
 
-def content_text(content: Any) -> str:
+def content_text(content: Any, model: str) -> str:
     """A message's text; a text-only model takes no pictures."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid(("body", "messages", "content"), "Input should be a valid string or list", "string_type")
+        raise invalid("body.messages.content", "Input should be a valid string", "string_type", content)
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -92,7 +95,7 @@ def content_text(content: Any) -> str:
         elif kind in ("text", "input_text", "output_text", "refusal"):
             parts.append(str(part.get("text") or part.get("refusal") or ""))
         elif kind in ("image_url", "input_audio", "video_url", "audio_url", "input_image"):
-            raise ApiError(400, f"At most 0 {str(kind).split('_', maxsplit=1)[0]}(s) may be provided in one prompt.")
+            raise ApiError(400, f"{model} is not a multimodal model")
         else:
             raise ApiError(400, f"Unknown part type: {kind}")
     return "\n".join(parts)
@@ -100,16 +103,18 @@ def content_text(content: Any) -> str:
 
 def completion_prompts(prompt: Any) -> list[list[int]]:
     """``prompt`` of /v1/completions: a text, token ids, or a list of either."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt:
         return [text.encode(prompt)]
-    if isinstance(prompt, list) and prompt:
+    if prompt == []:
+        raise ApiError(400, "You must pass at least one prompt")
+    if isinstance(prompt, list):
         if all(isinstance(each, str) for each in prompt):
             return [text.encode(each) for each in prompt]
         if all(_is_token(each) for each in prompt):
             return [list(prompt)]
         if all(isinstance(each, list) and each and all(_is_token(token) for token in each) for each in prompt):
             return [list(each) for each in prompt]
-    raise ApiError(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+    raise ApiError(400, "Either prompt or prompt_embeds must be provided and non-empty.", named="prompt")
 
 
 def _is_token(value: Any) -> bool:
@@ -129,11 +134,20 @@ def choices(
     reaches.
     """
     count = _whole(body, "n", 1, low=1, high=MAX_CHOICES) or 1
-    asked = _whole(body, "max_completion_tokens", None, low=1)
-    asked = _whole(body, "max_tokens", None, low=1) if asked is None else asked
+    name_of_limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    asked = _whole(body, name_of_limit, None, low=1)
+    if asked is not None and asked > config.max_model_len:
+        raise ApiError(
+            400,
+            f"{name_of_limit}={asked} cannot be greater than max_model_len=max_total_tokens={config.max_model_len}. "
+            "Please request fewer output tokens.",
+            named=name_of_limit,
+            value=asked,
+        )
     temperature = body.get("temperature")
     if isinstance(temperature, (int, float)) and temperature < 0:
-        raise ApiError(400, f"temperature must be non-negative, got {temperature}.", param="temperature")
+        number_ = float(temperature)
+        raise ApiError(400, f"temperature must be non-negative, got {number_}.", named="temperature", value=number_)
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else [str(each) for each in stop]
     varied = (body.get("seed"), temperature) if temperature else ()
@@ -162,18 +176,19 @@ def _room(config: Config, prompt_tokens: int, asked: int | None, default: int | 
     """Output tokens that may be produced. Raises the 400 of a request that is longer than the context."""
     length = config.max_model_len
     left = length - prompt_tokens
-    if left <= 0 or (asked is not None and asked > left):
-        wanted = asked if asked is not None else (default or 1)
+    wanted = asked if asked is not None else (default or 0)
+    if left <= 0 or wanted > left:
+        # vLLM stops counting when it knows enough, hence "at least".
+        least = length - wanted + 1
         raise ApiError(
             400,
             f"This model's maximum context length is {length} tokens. However, you requested {wanted} output tokens "
-            f"and your prompt contains {prompt_tokens} input tokens, for a total of {prompt_tokens + wanted} tokens. "
+            f"and your prompt contains at least {least} input tokens, for a total of at least {length + 1} tokens. "
             "Please reduce the length of the input prompt or the number of requested output tokens.",
-            param="input_tokens",
+            named="input_tokens",
+            value=least,
         )
-    if asked is not None:
-        return asked
-    return left if default is None else min(default, left)
+    return wanted or left
 
 
 def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int, high: int | None = None) -> int | None:
@@ -181,16 +196,26 @@ def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int,
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(("body", name), "Input should be a valid integer", "int_type")
-    if value < low:
-        raise ApiError(400, f"{name} must be at least {low}, got {value}.", param=name)
-    if high is not None and value > high:
-        raise ApiError(400, f"{name} must be at most {high}, got {value}.", param=name)
+        if isinstance(value, str):
+            message = "Input should be a valid integer, unable to parse string as an integer"
+            raise invalid(f"body.{name}", message, "int_parsing", value)
+        raise invalid(f"body.{name}", "Input should be a valid integer", "int_type", value)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if value < low else f"at most {high}"
+        error = f"{name} must be {bound}, got {value}."
+        # Of the sampling parameters that vLLM checks late, ``n`` alone is not named.
+        raise ApiError(400, error) if name == "n" else ApiError(400, error, named=name, value=value)
     return value
 
 
-def tool_wanted(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def tool_wanted(body: Mapping[str, Any], *, auto_tools: bool) -> Mapping[str, Any] | None:
     """The function that must be called, with made-up arguments; None when the answer is text."""
+    if body.get("tools") == []:
+        raise ApiError(
+            400,
+            "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
+            named="tools",
+        )
     tools = [tool.get("function") or {} for tool in body.get("tools") or () if isinstance(tool, dict)]
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
@@ -202,8 +227,12 @@ def tool_wanted(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     elif choice == "required" and tools:
         wanted = tools[0]
     elif choice == "required":
-        raise ApiError(400, "When using `tool_choice`, `tools` must be set.")
+        raise ApiError(400, "When using `tool_choice`, `tools` must be set.", named="tool_choice")
     else:
+        if tools and choice in (None, "auto") and not auto_tools:
+            raise ApiError(
+                400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            )
         return None
     arguments = answers.from_schema(wanted.get("parameters") or {"type": "object"})
     return {"name": wanted.get("name"), "arguments": json.dumps(arguments)}
@@ -214,10 +243,10 @@ def stream_options(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     stream = bool(body.get("stream"))
     options = body.get("stream_options") or {}
     if options and not stream:
-        raise ApiError(400, "Stream options can only be defined when `stream=True`.", param="stream_options")
+        raise ApiError(400, "Stream options can only be defined when `stream=True`.", named="stream_options")
     return stream, bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
 
 
 def request_name(prefix: str, headers: Mapping[str, str]) -> str:
     """``chatcmpl-…``: the client's ``X-Request-Id`` when it sent one."""
-    return f"{prefix}-{headers.get('x-request-id') or uuid.uuid4().hex}"
+    return f"{prefix}-{headers.get('x-request-id') or uuid.uuid4().hex[:16]}"
