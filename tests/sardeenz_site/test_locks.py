@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON_LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-node.lock")
@@ -45,3 +48,21 @@ def test_tests_run_on_the_versions_of_service() -> None:
     service, tests = entries("requirements.lock"), entries("requirements-dev.lock")
     assert len(service) > 50
     assert {name: tests.get(name) for name in service} == service
+
+
+def test_every_dependency_that_is_declared_is_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = {
+        "requirements.lock": project["project"]["dependencies"],
+        "requirements-dev.lock": project["project"]["optional-dependencies"]["dev"],
+        "requirements-node.lock": project["dependency-groups"]["node"],
+    }
+    for name, wanted in declared.items():
+        locked = {package.partition(" ")[0] for package in entries(name)}
+        for line in wanted:
+            requirement = Requirement(line)
+            assert canonicalize_name(requirement.name) in locked, f"{line}: make lock"
+            versions = [
+                v for package, v in entries(name).items() if package.partition(" ")[0] == requirement.name.lower()
+            ]
+            assert all(requirement.specifier.contains(version) for version in versions), f"{line}: make lock"
