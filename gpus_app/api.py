@@ -9,7 +9,7 @@ from django.http import Http404, HttpRequest
 from ninja import Path, Query, Router, Schema
 from pydantic import AfterValidator, ConfigDict
 
-from gpus_app.models import Gpu, Host
+from gpus_app.models import Gpu, GpuPolicy, Host
 from gpus_app.selectors import history, hosts_with_gpus, latest_all
 from gpus_app.services import gpu_cordon, gpu_uncordon, host_cordon, host_maintenance_set, host_uncordon
 
@@ -120,12 +120,7 @@ class GpuOut(Schema):
             state_since=gpu.state_since,
             cordoned=gpu.cordoned,
             seen_at=gpu.seen_at,
-            policy=PolicyOut(
-                reserve_bytes=policy.reserve_bytes if policy else 0,
-                rebalance=policy.rebalance if policy else "off",  # type: ignore[arg-type]
-                held_until=policy.held_until if policy else None,
-                held_by=policy.held_by if policy else "",
-            ),
+            policy=PolicyOut.from_orm(policy or GpuPolicy(gpu=gpu)),
             latest=GpuReadingOut(t=record["t"], age_s=record["age_s"], **_rest(reading)) if reading else None,
         )
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from django.http import HttpRequest
+from django.http import HttpRequest, JsonResponse
 from ninja import Path, Query, Router, Status
 
 from gpus_app.api import ERRORS
 from models_app.api.auth import caller_of, viewer
 from models_app.api.schemas import MAX_ID, AuditOut, KeyIn, KeyOut, NewKeyOut, OperationOut
-from models_app.errors import NotFound
-from models_app.models import ApiKey, AuditEntry, Operation
+from models_app.errors import InvalidInput, NotFound
+from models_app.models import ApiKey, AuditEntry, Model, Operation
 from models_app.services.keys import api_key_create, api_key_revoke
 
 router = Router()
+
+
+def _models(names: list[str]) -> list[Model]:
+    """The models that a key is for. Raises InvalidInput that names those which are not there."""
+    found = list(Model.objects.filter(served_model_name__in=names))
+    missing = sorted(set(names) - {model.served_model_name for model in found})
+    if missing:
+        raise InvalidInput({"models": f"There is no model named {', '.join(map(repr, missing))}."})
+    return found
 
 
 @router.get("/keys", response={200: list[KeyOut], **ERRORS})
@@ -25,9 +34,10 @@ def list_keys(request: HttpRequest) -> Any:
 @router.post("/keys", response={201: NewKeyOut, **ERRORS})
 def create_key(request: HttpRequest, payload: KeyIn) -> Any:
     """The key is in this answer and nowhere else."""
-    row, key = api_key_create(actor=caller_of(request).actor, **payload.dict())
-    row.key = key  # type: ignore[attr-defined]  for this answer only
-    return Status(201, row)
+    fields = payload.dict() | {"models": _models(payload.models)}
+    row, key = api_key_create(actor=caller_of(request).actor, **fields)
+    shown = KeyOut.from_orm(row).model_dump(mode="json") | {"key": key}
+    return JsonResponse(shown, status=201)
 
 
 @router.delete("/keys/{name}", response={204: None, **ERRORS})

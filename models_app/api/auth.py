@@ -59,11 +59,12 @@ class RoleAuth(AuthBase):
         user = getattr(request, "user", None)
         if user is None or not user.is_authenticated or "Authorization" in request.headers:
             return None
-        middleware = _SessionCsrf(lambda _: None)  # type: ignore[arg-type, return-value]
+        middleware = _SessionCsrf(lambda _: None)  # type: ignore[arg-type]
         middleware.process_request(request)
         if middleware.process_view(request, lambda _: None, (), {}):  # type: ignore[arg-type, return-value]
             raise AuthorizationError(403, "The CSRF token is missing or wrong.")
-        return Caller(user.get_username(), role_of(user), request.META.get("REMOTE_ADDR"))
+        role = role_of(user)
+        return Caller(user.get_username(), role, request.META.get("REMOTE_ADDR")) if role else None
 
 
 viewer, operator, admin = RoleAuth("viewer"), RoleAuth("operator"), RoleAuth("admin")

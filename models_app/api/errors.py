@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.db import DatabaseError
-from django.http import Http404, HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, AuthorizationError, HttpError, Throttled, ValidationError
 
@@ -79,3 +79,8 @@ def install(api: NinjaAPI) -> None:
         return answer(
             request, _body("database_unavailable", "The database did not answer; nothing was changed. Try again."), 503
         )
+
+
+def nothing_here(request: HttpRequest) -> JsonResponse:
+    """What no route takes is answered in the one shape too."""
+    return JsonResponse(_body("not_found", "There is nothing here."), status=404)

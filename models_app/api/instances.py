@@ -113,12 +113,12 @@ def set_limit(request: HttpRequest, instance_id: InstanceId, payload: LimitIn) -
         "force": payload.force,
         "reclaim": payload.reclaim,
     }
-    if (payload.size is None) == (payload.percent is None):
-        raise InvalidInput({"size": "Give exactly one of size and percent."})
-    if payload.size is not None:
+    if payload.size is not None and payload.percent is None:
         answer = kvcache_limit_set(instance, size=payload.size, **common)
-    else:
+    elif payload.percent is not None and payload.size is None:
         answer = kvcache_limit_percent_set(instance, percent=payload.percent, **common)
+    else:
+        raise InvalidInput({"size": "Give exactly one of size and percent."})
     return Status(202 if answer.status == "pending" else 200, answer)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import schemathesis
+from django.core.signals import request_finished, request_started
 from django.core.wsgi import get_wsgi_application
+from django.db import close_old_connections
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
@@ -42,6 +45,17 @@ def test_nonsense_is_answered_as_documented(case: Any, admin_token: str) -> None
 
 
 @pytest.fixture
-def admin_token(db: None) -> str:
+def admin_token(db: None) -> Iterator[str]:
+    """A key, with the test's connection kept open over requests as Django's own test client keeps it."""
+    for signal in (request_started, request_finished):
+        signal.disconnect(close_old_connections)
+    try:
+        yield _admin_token()
+    finally:
+        for signal in (request_started, request_finished):
+            signal.connect(close_old_connections)
+
+
+def _admin_token() -> str:
     make_instance(gpus=[make_gpu()])
     return make_key(role="admin")[1]
