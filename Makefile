@@ -42,8 +42,9 @@ test-slow: dev
 test-engine: dev ## the contract tests against a real vLLM (CPU build) and against the simulator
 	bash tests/contract/run.sh
 
-test-faults: dev ## processes killed, broker away, disks full: whole stacks under faults
-	$(PYTEST) -q -n 0 -m "faults"
+test-faults: dev ## random acts and kill -9 of anything of ours under a whole stack (SEED, STEPS), then the fixed stories
+	$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED)) --steps $(or $(STEPS),300)
+	$(PYTEST) -q -n 0 -m faults --deselect tests/faults/test_random_faults.py
 
 bench: dev       ## measurements; README says what they mean
 	$(BIN)/python -m tests.bench.stack_cost

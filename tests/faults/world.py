@@ -1,0 +1,202 @@
+"""The product under test, and one act on it at a time: REST calls as operators make them, and kill -9.
+
+Only processes that this run started are killed: children of its own launcher, and those that the run directories of its
+own throw-away home name by pid and start ticks.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from models_app.engines import procfs, rundir
+from tests.faults.clients import Disturbances, Streamer
+from tests.faults.plan import MODELS, PARTS, STEADY, Step
+from tests.sardeenz_site.stack import Stack, wait_for
+from tests.sardeenz_site.traffic import Api
+
+PRESET = "evening"
+#: Answers by which the product refuses an act, or says that it cannot now. Anything else is a fault of its own.
+REFUSALS = frozenset({404, 409, 422, 503})
+#: The pages may be coming back; an act waits so long for them.
+_WEB_S = 6.0
+
+
+class World:
+    """``start`` brings everything up with all models but *big* launched; ``act`` does one step."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.violations: list[str] = []
+        self.outcomes: dict[str, dict[str, int]] = {}
+        self.disturbances = Disturbances()
+        self.streamers: list[Streamer] = []
+
+    @property
+    def run_root(self) -> Path:
+        return self.stack.home / "runs"
+
+    def start(self) -> None:
+        self.stack.start()
+        self.api = Api(self.stack)
+        for name, fields in MODELS.items():
+            self.api.post("/models", served_model_name=name, source="catalogue", **fields)
+        for name in MODELS:
+            if name != "big":
+                self.api.post(f"/models/{name}/launch")
+        for name in MODELS:
+            if name != "big":
+                wait_for(lambda name=name: self._ready(name), 120, f"{name} is ready")  # type: ignore[misc]
+        self.api.post("/presets", name=PRESET)
+        self.gpus = [str(gpu["uuid"]) for gpu in self.api.get("/gpus")]
+        for name in (STEADY, "alpha", "beta"):
+            streamer = Streamer(
+                f"{self.stack.router_url}/v1/chat/completions", self.api.key, name, self.disturbances,
+                must_serve=name == STEADY,
+            )  # fmt: skip
+            streamer.start()
+            self.streamers.append(streamer)
+
+    def _ready(self, model: str) -> bool:
+        return any(row["state"] == "ready" for row in self.api.get(f"/instances?model={model}&live=true"))
+
+    # --- acts -----------------------------------------------------------------------------------------
+
+    def act(self, step: Step) -> str:
+        """Do the step; what came of it, in a word."""
+        outcome = str(getattr(self, f"_{step.kind}")(step))
+        counts = self.outcomes.setdefault(step.kind, {})
+        counts[outcome] = counts.get(outcome, 0) + 1
+        return outcome
+
+    def _call(self, method: str, path: str, **body: Any) -> httpx.Response | None:
+        """One call; None when nothing answers for long. A *500* is a violation."""
+        end = time.monotonic() + _WEB_S
+        while True:
+            try:
+                answer = self.api.client.request(method, path, json=body if method != "GET" else None)
+                break
+            except httpx.HTTPError:
+                if time.monotonic() > end:
+                    return None
+                time.sleep(0.3)
+        if answer.status_code >= 400 and answer.status_code not in REFUSALS:
+            self.violations.append(f"{method} {path} {body} answered {answer.status_code}: {answer.text[:400]}")
+        return answer
+
+    def _post(self, path: str, **body: Any) -> str:
+        answer = self._call("POST", path, **body)
+        return "no answer" if answer is None else str(answer.status_code)
+
+    def _instance(self, step: Step) -> dict[str, Any] | None:
+        answer = self._call("GET", f"/instances?model={step.target}&live=true")
+        rows: list[dict[str, Any]] = answer.json() if answer is not None and answer.status_code == 200 else []
+        return rows[int(step.number * len(rows))] if rows else None
+
+    def _on_instance(self, step: Step, act: str, **body: Any) -> str:
+        row = self._instance(step)
+        return self._post(f"/instances/{row['id']}/{act}", **body) if row else "none"
+
+    def _launch(self, step: Step) -> str:
+        return self._post(f"/models/{step.target}/launch")
+
+    def _scale(self, step: Step) -> str:
+        return self._post(f"/models/{step.target}/launch", replicas=1 + int(step.number * 2))
+
+    def _stop(self, step: Step) -> str:
+        return self._on_instance(step, "stop")
+
+    def _force_stop(self, step: Step) -> str:
+        self.disturbances.add(step.target)
+        return self._on_instance(step, "stop", force=True)
+
+    def _restart(self, step: Step) -> str:
+        return self._on_instance(step, "restart")
+
+    def _sleep(self, step: Step) -> str:
+        return self._on_instance(step, "sleep", level=1 + int(step.number * 100) % 2)
+
+    def _wake(self, step: Step) -> str:
+        return self._on_instance(step, "wake")
+
+    def _move(self, step: Step) -> str:
+        row = self._instance(step)
+        others = [uuid for uuid in self.gpus if row and uuid not in row["gpu_uuids"]]
+        if row is None or not others:
+            return "none"
+        return self._post(f"/instances/{row['id']}/move", gpu_uuids=others[:1])
+
+    def _edit(self, step: Step) -> str:
+        answer = self._call("PATCH", f"/models/{step.target}", max_model_len=2048 + 64 * int(step.number * 32))
+        if answer is None or answer.status_code != 200:
+            return "not edited"
+        return self._post(f"/models/{step.target}/roll")
+
+    def _cancel(self, step: Step) -> str:
+        answer = self._call("GET", "/operations?limit=20")
+        rows = answer.json() if answer is not None and answer.status_code == 200 else []
+        open_ones = [row for row in rows if row["state"] in ("pending", "running") and row["model"] == step.target]
+        return self._post(f"/operations/{open_ones[0]['id']}/cancel") if open_ones else "none"
+
+    def _limit(self, step: Step) -> str:
+        return self._on_instance(step, "limit", percent=3 + int(step.number * 25))
+
+    def _trim(self, step: Step) -> str:
+        return self._on_instance(step, "trim")
+
+    def _make_room(self, step: Step) -> str:
+        return self._post(f"/models/{step.target}/make_room")
+
+    def _preset(self, step: Step) -> str:
+        return self._post(f"/presets/{PRESET}/apply")
+
+    # --- kills ----------------------------------------------------------------------------------------
+
+    def _kill(self, step: Step) -> str:
+        """One of the launcher's children, which it then starts again."""
+        child = self.stack.children().get(step.target)
+        if child is None:
+            return "none"
+        if step.target == "router":
+            self.disturbances.add("router")
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            return "none"
+        return "killed"
+
+    def _kill_engine(self, step: Step) -> str:
+        """Guardian, API server or EngineCore of a living start of the model."""
+        part = PARTS[int(step.number * 3)]
+        for folder, status in self.living(step.target):
+            pid, ticks = {
+                "guardian": (status.guardian_pid, status.guardian_start_ticks),
+                "engine": (status.engine_pid, status.engine_start_ticks),
+                "core": self._core(folder, status),
+            }[part]
+            if pid and ticks is not None:
+                self.disturbances.add(step.target)
+                return f"{part} killed" if procfs.send(pid, ticks, signal.SIGKILL) else "none"
+        return "none"
+
+    def living(self, model: str = "") -> Iterator[tuple[Path, rundir.Status]]:
+        """Starts, newest first, of which the guardian or the engine lives."""
+        for folder in reversed(rundir.run_dirs(self.run_root)):
+            attempt, status = rundir.read_attempt(folder), rundir.read_status(folder)
+            named = attempt is not None and (not model or attempt["served_model_name"] == model)
+            if named and status is not None and (status.engine_alive or status.guardian_alive):
+                yield folder, status
+
+    @staticmethod
+    def _core(folder: Path, status: rundir.Status) -> tuple[int | None, int | None]:
+        for one in procfs.processes():
+            child = one.parent == status.engine_pid and not procfs.is_resource_tracker(one.pid)
+            if child and procfs.working_directory(one.pid) == str(folder.resolve()):
+                return one.pid, one.start_ticks
+        return None, None
