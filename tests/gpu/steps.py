@@ -283,7 +283,8 @@ def sleep_wake(p: Product, meter: Meter) -> dict[str, Any]:
     time.sleep(6)
     second = p.call("GET", f"/instances/{row['id']}")
     return {
-        "freed": before - slept, "sleep_s": sleep_s, "wake_s": wake_s, "state": state["state"], "reason": state["reason"],
+        "freed": before - slept, "sleep_s": sleep_s, "wake_s": wake_s,
+        "state": state["state"], "reason": state["reason"],
         "same_answers": after.digests == reference.digests, "ok": after.summary(),
         "level_2_with_random_weights": {"state": second["state"], "reason": second["reason"]},
     }  # fmt: skip
