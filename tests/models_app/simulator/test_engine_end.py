@@ -248,8 +248,9 @@ def test_leaking_engine_leaves_its_segment(tmp_path: Path) -> None:
 
 
 def test_engine_dies_by_itself_after_the_time_ordered(tmp_path: Path) -> None:
-    with running(tmp_path, faults="die_after:0.3") as engine:
-        assert engine.ended() == 0
+    with Engine(tmp_path, faults="die_after:0.3") as engine:
+        assert engine.start().ended() == 0
+        assert "Application startup complete" in engine.log()
         assert "engine core exited unexpectedly" in engine.log()
 
 
