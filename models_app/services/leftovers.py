@@ -22,18 +22,20 @@ import redis
 from django.conf import settings
 from django.utils import timezone
 
-from models_app import broker
+from models_app import broker, dispatch
 from models_app.engines import process, rundir
-from models_app.engines.identity import Marker, installation_id, parse_ipc_name
+from models_app.engines.identity import Marker, installation_id, is_tmp_dir, parse_ipc_name
 from models_app.engines.process import MarkedProcess
-from models_app.errors import Conflict, NotFound
+from models_app.errors import Conflict, NotFound, SardeenzError
 from models_app.models import Instance, LaunchAttempt
 from models_app.services.audit import audited
 from models_app.states import HAS_PROCESS
 
 log = logging.getLogger(__name__)
 
-_SHM = Path("/dev/shm")  # noqa: S108
+_SHM, _TMP = Path("/dev/shm"), Path("/tmp")  # noqa: S108
+#: kvcached's sockets of one engine lie in a folder of this name, the segment's name and a hash.
+_SOCKETS = "kvcached-tp-"
 _SHOWN_S = 60
 
 
@@ -67,7 +69,7 @@ def marked_starts() -> dict[Marker, list[MarkedProcess]]:
 
 
 def sweep(host_name: str) -> list[Orphan]:
-    """End stale starts, name orphans, remove segments and folders without owner. Returns the orphans."""
+    """End stale starts, name orphans, remove segments, sockets and folders without owner. Returns the orphans."""
     starts = marked_starts()
     attempts = LaunchAttempt.objects.filter(pk__in=[marker.attempt_id for marker in starts]).select_related("instance")
     known = {attempt.pk: attempt for attempt in attempts}
@@ -80,7 +82,7 @@ def sweep(host_name: str) -> list[Orphan]:
             folder = Path(attempt.run_dir)
             log.info("ending what attempt %s left running: %s", attempt.pk, [one.pid for one in processes])
             process.stop_step(folder, limit_s=0.0, marker=marker)
-    _sweep_segments({marker.attempt_id for marker in starts})
+    _sweep_files({marker.attempt_id for marker in starts})
     _show(host_name, orphans)
     return orphans
 
@@ -106,16 +108,27 @@ def _orphan(host_name: str, marker: Marker, processes: Iterable[MarkedProcess]) 
     )
 
 
-def _sweep_segments(living: set[int]) -> None:
-    """Segments of our own ended starts; a file of another installation or program is never touched."""
-    mine = this_installation()
-    for path in _SHM.glob(f"sz-{mine}-i*-a*"):
-        marker = parse_ipc_name(path.name)
-        if marker is None or marker.attempt_id in living:
-            continue
-        folder = Path(settings.SARDEENZ_RUN_DIR) / str(marker.attempt_id)
+def _sweep_files(living: set[int]) -> None:
+    """Segments, sockets and temporary folders of our own ended starts; those of another installation or program are
+    never touched, nor those of a start whose engine may just be coming up."""
+    over = _named_starts() - living
+    if not over:
+        return
+    rows = LaunchAttempt.objects.filter(pk__in=over).select_related("instance")
+    for pk in over - {attempt.pk for attempt in rows if _claimed(attempt)}:
+        folder = Path(settings.SARDEENZ_RUN_DIR) / str(pk)
         if folder.is_dir() and process.cleanup(folder):
-            log.info("removed what attempt %s left in shared memory", marker.attempt_id)
+            log.info("removed what attempt %s left on the machine", pk)
+
+
+def _named_starts() -> set[int]:
+    """The starts of this installation after which a file in shared memory or a folder of sockets is named."""
+    mine = this_installation()
+    names = [path.name for path in _SHM.glob(f"sz-{mine}-i*-a*")]
+    names += [path.name.removeprefix(_SOCKETS).rpartition("-")[0] for path in _TMP.glob(f"{_SOCKETS}sz-{mine}-i*-a*-*")]
+    found = {marker.attempt_id for name in names if (marker := parse_ipc_name(name))}
+    folders = [path for path in _TMP.glob(f"sz-{mine}-*") if is_tmp_dir(path)]
+    return found | {int(path.name.rpartition("-")[2]) for path in folders}
 
 
 def _show(host_name: str, orphans: list[Orphan]) -> None:
@@ -157,6 +170,32 @@ def orphan_reap(attempt_id: int, *, actor: str, limit_s: float = 5.0) -> list[in
         if folder is not None:
             process.cleanup(folder)
         return [one.pid for one in processes if one.pid not in left]
+
+
+def orphan_reap_here(attempt_id: int, *, actor: str) -> None:
+    """``orphan_reap`` by message, on the host where it lives: the outcome is in the audit trail and in the next sweep."""
+    try:
+        orphan_reap(attempt_id, actor=actor)
+    except SardeenzError as exc:
+        log.info("attempt %s not reaped: %s", attempt_id, exc.message)
+    sweep(settings.SARDEENZ_HOST_NAME)
+
+
+def leftover_reap(host_name: str, attempt_id: int, *, actor: str) -> str:
+    """End an orphan on whichever host it lives. Returns ``ended`` (this host) or ``asked`` (another one's worker).
+
+    Raises NotFound when no sweep has seen it, Conflict when a row claims it, BrokerAway.
+    """
+    if host_name == settings.SARDEENZ_HOST_NAME:
+        orphan_reap(attempt_id, actor=actor)
+        sweep(host_name)
+        return "ended"
+    if not any(one.attempt_id == attempt_id for one in orphans_shown([host_name])):
+        raise NotFound(f"Host {host_name} shows no leftover of start {attempt_id}.")
+    if LaunchAttempt.objects.filter(pk=attempt_id).exists():
+        raise Conflict("An instance claims it: stop that instance instead.")
+    dispatch.send(dispatch.REAP, attempt_id, actor, queue=dispatch.host_queue(host_name))
+    return "asked"
 
 
 def run_dirs_prune() -> int:

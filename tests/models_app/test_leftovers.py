@@ -16,7 +16,7 @@ from django.utils import timezone
 
 from gpus_app.models import Host
 from models_app.engines import process
-from models_app.engines.identity import MARKER
+from models_app.engines.identity import MARKER, tmp_dir
 from models_app.errors import Conflict, NotFound
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import leftovers
@@ -116,6 +116,32 @@ def test_segment_of_a_killed_start_is_removed_and_others_are_not(ready: Instance
         assert other.exists()
     finally:
         other.unlink()
+
+
+def test_sockets_and_folders_of_a_start_that_a_newer_one_replaced_are_removed(ready: Instance, fleet: Host) -> None:
+    """Without a segment beside them: the engine removed that itself, and the message to tidy up came too late."""
+    process.terminate(_folder(ready), limit_s=1.0)
+    sockets = Path("/tmp") / f"kvcached-tp-{ready.ipc_name}-0123abcd"
+    sockets.mkdir()
+    reconcile_host(fleet.name)
+    assert not (Path("/dev/shm") / ready.ipc_name).exists()
+    sockets.mkdir(exist_ok=True)
+    folder = tmp_dir(leftovers.this_installation(), ready.attempt_id or 0)
+    folder.mkdir(exist_ok=True)
+    newer = LaunchAttempt.objects.create(instance=ready, number=2, host=fleet, run_dir=str(_folder(ready).parent / "x"))
+    Instance.objects.filter(pk=ready.pk).update(state=S.STARTING, attempt=newer)
+    reconcile_host(fleet.name)
+    assert not sockets.exists()
+    assert not folder.exists()
+
+
+def test_folder_of_a_start_that_comes_up_is_not_taken_from_it(ready: Instance, fleet: Host) -> None:
+    process.terminate(_folder(ready), limit_s=1.0)
+    folder = tmp_dir(leftovers.this_installation(), ready.attempt_id or 0)
+    folder.mkdir(exist_ok=True)
+    leftovers.sweep(fleet.name)
+    assert folder.exists()
+    folder.rmdir()
 
 
 def test_logs_are_kept_for_a_time_after_the_end(ready: Instance, fleet: Host, settings: Any) -> None:
