@@ -18,7 +18,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
-from models_app.services import idle, usage
+from models_app.services import idle, rollout, usage
 from models_app.services.launch import instance_place, replica_make
 from models_app.services.operations import OPEN
 from models_app.services.requeue import requeue
@@ -43,6 +43,7 @@ def reconcile_control() -> None:
         hosts_check,
         restarts_due,
         replicas_check,
+        rollout.successors_check,
         places_check,
         hints_repeat,
         idle.idle_check,

@@ -96,6 +96,7 @@ def _launch(model: Model, actor: str, replicas: int | None, wish: Wish) -> list[
     locked = Model.objects.select_for_update(of=("self",), no_key=True).select_related("host").get(pk=model.pk)
     wanted = replicas or locked.replicas
     rows = selectors.replicas_of(locked)
+    rows |= _successors(locked)
     missing = [index for index in range(wanted) if index not in rows or not rows[index].is_live]
     if missing:
         _check_cap(len(missing))
@@ -112,6 +113,20 @@ def _launch(model: Model, actor: str, replicas: int | None, wish: Wish) -> list[
             row = _make(locked, index, row, actor, wish)
         found.append(row)
     return found
+
+
+def _successors(model: Model) -> dict[int, Instance]:
+    """Replicas whose old instance is gone or on its way out while another takes over: that one is the replica."""
+    rows = model.instances.live().exclude(replaces=None).select_related("host", "replaces")
+    return {
+        row.replica_index: row
+        for row in rows
+        if row.replaces is not None and (not row.replaces.is_live or _is_leaving(row.replaces))
+    }
+
+
+def _is_leaving(row: Instance) -> bool:
+    return row.state in _LEAVING and row.desired_state == DesiredState.STOPPED
 
 
 def _check_cap(more: int) -> None:
@@ -239,6 +254,8 @@ def instance_restart(instance: Instance, *, actor: str, force: bool = False) -> 
         broker.require()
         with transaction.atomic():
             row = instance_locked(instance.pk)
+            if Instance.objects.live().filter(replaces=row).exists():
+                raise Conflict(f"Another instance is taking over from {row}: wait for it, or cancel that.")
             Model.objects.filter(pk=row.model_id).update(deployed=True)
             state = S(row.state)
             if not row.is_live:

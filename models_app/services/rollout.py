@@ -3,27 +3,30 @@
 For each instance a new one starts beside it, with all options of the model as saved now and, for a move, on other GPUs.
 When the new one is ready the old one drains and stops. Where the new one fails, or the operator cancels, the old one
 serves on: there is no phase in which both can be lost. A sleeper's successor is put to sleep before the old one ends.
-Progress stands in the operation's steps, so a killed worker's successor goes on from there.
+Progress stands in the operation's steps, so a killed worker's successor goes on from there: each look is written as if
+it were the second one, and that the old one is to end is on record (*taking over*) before it is told to.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from django.db import transaction
 
 from models_app import broker, dispatch, events, transitions
-from models_app.errors import Conflict, DoesNotFit, SardeenzError
+from models_app.errors import BrokerAway, Conflict, DoesNotFit, SardeenzError
 from models_app.models import Instance, Model, Operation
 from models_app.services import placement, specs
 from models_app.services.launch import wish_elsewhere
 from models_app.services.operations import OPEN, Progress, handles, operation_create
 from models_app.services.placement import Wish
 from models_app.services.sleep import instance_sleep
-from models_app.services.stop import instance_stop, instance_stop_begin
+from models_app.services.stop import instance_stop_begin
 from models_app.states import TERMINAL, DesiredState, InstanceState
 
+log = logging.getLogger(__name__)
 S = InstanceState
 REPLACE = "replace"
 #: States in which an instance can be replaced: it serves, or could.
@@ -40,6 +43,8 @@ def instance_move(
     wish = wish_elsewhere(instance.model, host=host, gpu_uuids=gpu_uuids)
     if gpu_uuids and set(gpu_uuids) == set(instance.gpu_uuids):
         raise Conflict("It is on those GPUs already.")
+    if not gpu_uuids and instance.host is not None and instance.host.name == wish.host:
+        raise Conflict(f"It is on host {wish.host} already: say which of its GPUs.")
     return _replace(instance.model, [instance], wish, title=f"Move {instance.model}", actor=actor)
 
 
@@ -68,15 +73,15 @@ def _replace(model: Model, rows: Iterable[Instance], wish: Wish | None, *, title
         Model.objects.select_for_update().get(pk=model.pk)
         if Operation.objects.filter(kind=REPLACE, model=model, state__in=OPEN).exists():
             raise Conflict(f"An instance of {model} is being moved or renewed already; wait for it, or cancel it.")
-        _check_fit(model, wish or Wish.of(model))
-        asked = {} if wish is None else {"host": wish.host, "gpu_uuids": list(wish.gpu_uuids)}
+        _check_fit(model, wish or Wish.of(model, _kept_wish(rows[0], model)))
+        asked = None if wish is None else {"host": wish.host, "gpu_uuids": list(wish.gpu_uuids), "elsewhere": True}
         steps = [
             {
                 "kind": REPLACE,
                 "instance_id": row.pk,
                 "name": str(row),
                 "state": "waiting",
-                "asleep": row.state == S.SLEEPING,
+                "asleep": row.desired_state == DesiredState.SLEEPING,
                 "reason": "Starts beside the old one; that one drains when the new one is ready.",
             }
             for row in rows
@@ -84,6 +89,14 @@ def _replace(model: Model, rows: Iterable[Instance], wish: Wish | None, *, title
         return operation_create(
             REPLACE, title=title, actor=actor, steps=steps, facts={"wish": asked}, model=model, deadline_s=7200.0
         )
+
+
+def _kept_wish(row: Instance, model: Model) -> dict[str, Any]:
+    """Where the launch wanted it, as long as the model's saved options still go there."""
+    wish = dict(row.placement_wish)
+    if len(wish.get("gpu_uuids") or ()) != model.tensor_parallel_size:
+        wish.pop("gpu_uuids", None)
+    return wish
 
 
 def _check_fit(model: Model, wish: Wish) -> None:
@@ -120,36 +133,52 @@ def replace_step(operation: Operation) -> Progress:
 
 def _advance(operation: Operation, step: dict[str, Any]) -> str:
     """One short act. Returns why it failed, or nothing."""
-    old = Instance.objects.select_related("model", "host").filter(pk=step["instance_id"]).first()
+    old = _instance(step["instance_id"])
     if step["state"] == "waiting":
         if old is None or old.state not in REPLACEABLE:
             return f"The old instance is {old.state if old else 'gone'}: nothing was started."
         return _begin(operation, step, old)
-    new = Instance.objects.select_related("model", "host").filter(pk=step["new_id"]).first()
+    new = _instance(step["new_id"])
     if new is None:
         return "The successor is gone; the old one serves on."
+    if step["state"] in ("starting", "falling asleep") and (old is None or _stopped_by_hand(old)):
+        _discard(new, operation.created_by)
+        return "It was stopped meanwhile, so the successor is not wanted either."
     if step["state"] == "starting":
         return _starting(operation, step, old, new)
     if step["state"] == "falling asleep":
-        return _falling_asleep(operation, step, old, new)
-    return _draining(step, old, new)
+        return _falling_asleep(operation, step, new)
+    if step["state"] == "taking over":
+        return _end_old(operation, step, old, new)
+    return _draining(operation, step, old, new)
+
+
+def _instance(pk: int | None) -> Instance | None:
+    return Instance.objects.select_related("model", "host").filter(pk=pk or 0).first()
+
+
+def _stopped_by_hand(old: Instance) -> bool:
+    """Before it is our turn to end the old one, only somebody else can have wanted that."""
+    return old.desired_state == DesiredState.STOPPED
 
 
 def _begin(operation: Operation, step: dict[str, Any], old: Instance) -> str:
     """Make the successor. A look that was repeated after a crash finds the one that is there."""
     with transaction.atomic():
-        new = Instance.objects.filter(replaces=old).exclude(state__in=TERMINAL).first()
+        new = _successor(old)
         if new is None:
+            wish = operation.facts.get("wish")
+            by_hand = not old.limit_automatic and bool(old.limit_bytes)
             new = Instance.objects.create(
                 model=old.model,
                 replica_index=old.replica_index,
                 replaces=old,
                 created_by=operation.created_by,
-                placement_wish=operation.facts.get("wish") or {},
-                limit_bytes=None if old.limit_automatic else old.limit_bytes,
+                placement_wish=_kept_wish(old, old.model) if wish is None else wish,
+                limit_bytes=old.limit_bytes if by_hand else None,
                 limit_automatic=old.limit_automatic,
-                limit_revision=0 if old.limit_automatic else 1,
-                limit_set_by="" if old.limit_automatic else old.limit_set_by,
+                limit_revision=1 if by_hand else 0,
+                limit_set_by=old.limit_set_by if by_hand else "",
                 limit_reclaim=old.limit_reclaim,
                 reason="Waits to be placed.",
             )
@@ -161,33 +190,65 @@ def _begin(operation: Operation, step: dict[str, Any], old: Instance) -> str:
     return ""
 
 
+def _successor(old: Instance | None) -> Instance | None:
+    """The live one that takes over, also when the worker that made it was killed before it could say so."""
+    if old is None:
+        return None
+    rows = Instance.objects.select_related("model", "host").filter(replaces=old).exclude(state__in=TERMINAL)
+    return rows.first()
+
+
 def _starting(operation: Operation, step: dict[str, Any], old: Instance | None, new: Instance) -> str:
     if new.state in TERMINAL:
         _discard(new, operation.created_by)
         return f"The successor did not come up, the old one serves on. {new.reason}"
+    if new.desired_state == DesiredState.SLEEPING:  # asked by a look that could not be written down
+        step |= {"state": "falling asleep"}
+        return ""
     if new.state != S.READY:
         step["message"] = f"The successor: {new.stage if new.state == S.STARTING else new.state}."
         return ""
+    if old is not None and old.is_live:  # it may have been woken, or put to sleep, since
+        step["asleep"] = old.desired_state == DesiredState.SLEEPING
     if step["asleep"]:
-        instance_sleep(new, actor=operation.created_by)
-        step |= {"state": "falling asleep", "message": "The successor is ready and goes to sleep as the old one was."}
-        return ""
-    return _end_old(operation, step, old, new)
-
-
-def _falling_asleep(operation: Operation, step: dict[str, Any], old: Instance | None, new: Instance) -> str:
-    if new.state == S.SLEEPING:
-        return _end_old(operation, step, old, new)
-    if new.state in TERMINAL:
-        _discard(new, operation.created_by)
-        return f"The successor ended while it was put to sleep; the old one stays. {new.reason}"
-    if new.state == S.READY and new.desired_state == DesiredState.RUNNING:
-        return _end_old(operation, step, old, new)  # it would not sleep: better awake than not there
+        return _put_to_sleep(operation, step, new)
+    _take_over(step)
     return ""
 
 
+def _put_to_sleep(operation: Operation, step: dict[str, Any], new: Instance) -> str:
+    try:
+        instance_sleep(new, actor=operation.created_by)
+    except BrokerAway:
+        return ""  # asked again at the next look
+    except SardeenzError as exc:
+        _discard(new, operation.created_by)
+        return f"The successor cannot sleep as the old one does; that one stays. {exc.message}"
+    step |= {"state": "falling asleep", "message": "The successor is ready and goes to sleep as the old one was."}
+    return ""
+
+
+def _falling_asleep(operation: Operation, step: dict[str, Any], new: Instance) -> str:
+    if new.state in TERMINAL:
+        _discard(new, operation.created_by)
+        return f"The successor ended while it was put to sleep; the old one stays. {new.reason}"
+    would_not = new.state == S.READY and new.desired_state == DesiredState.RUNNING
+    if new.state == S.SLEEPING or would_not:  # better awake than not there
+        _take_over(step)
+    return ""
+
+
+def _take_over(step: dict[str, Any]) -> None:
+    """On record before the old one is told, so that a repeated look knows by whom it was ended."""
+    step |= {"state": "taking over", "message": "The successor is ready; the old one is told to finish."}
+
+
 def _end_old(operation: Operation, step: dict[str, Any], old: Instance | None, new: Instance) -> str:
-    if old is not None and old.is_live:
+    """Also an old one that has failed: its restart policy must not bring it back beside the successor."""
+    if new.state in TERMINAL and old is not None and old.state in REPLACEABLE:
+        _discard(new, operation.created_by)
+        return f"The successor ended before it took over, the old one serves on. {new.reason}"
+    if old is not None and old.state != S.STOPPED:
         with transaction.atomic():
             transitions.report(old.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
             instance_stop_begin(old, reason=f"Instance {new.pk} has taken over.", actor=operation.created_by)
@@ -195,46 +256,93 @@ def _end_old(operation: Operation, step: dict[str, Any], old: Instance | None, n
     return ""
 
 
-def _draining(step: dict[str, Any], old: Instance | None, new: Instance) -> str:
-    if old is not None and old.is_live:
+def _draining(operation: Operation, step: dict[str, Any], old: Instance | None, new: Instance) -> str:
+    if new.state in TERMINAL and old is not None:
+        by_hand = new.desired_state == DesiredState.STOPPED
+        serves = old.state in REPLACEABLE and old.desired_state != DesiredState.STOPPED
+        if serves or (not by_hand and _serves_again(old, operation.created_by)):
+            _discard(new, operation.created_by)
+            return f"The successor ended while the old one was draining; that one serves again. {new.reason}"
+    if old is not None and old.state != S.STOPPED and (old.is_live or old.next_restart_at is not None):
         step["message"] = f"The old one: {old.reason}"
         return ""
-    with transaction.atomic():
-        Instance.objects.filter(pk=new.pk).update(replaces=None)
-        transitions.note(new.pk, "move", f"Has taken over from instance {step['instance_id']}.")
-        events.publish_instance_on_commit(new.pk, routes=True)
+    _stands_alone(new, step["instance_id"])
     step |= {"state": "done", "message": "The successor serves alone."}
     return ""
 
 
+def _serves_again(old: Instance, actor: str) -> bool:
+    """draining → ready, unless its end has gone too far. It keeps serving the requests that it had."""
+    return old.state == S.DRAINING and transitions.move(
+        old.pk,
+        S.READY,
+        expected=S.DRAINING,
+        reason="The take-over was given up: it serves on.",
+        actor=actor,
+        desired_state=DesiredState.RUNNING,
+    )
+
+
+def _stands_alone(new: Instance, old_id: int | None) -> None:
+    """From now on it is the replica, no longer somebody's successor."""
+    with transaction.atomic():
+        if Instance.objects.filter(pk=new.pk).exclude(replaces=None).update(replaces=None):
+            transitions.note(new.pk, "move", f"Has taken over from instance {old_id}.")
+            events.publish_instance_on_commit(new.pk, routes=True)
+
+
 def _discard(new: Instance, actor: str) -> None:
-    """A successor that came to nothing is not wanted again."""
-    try:
-        with transaction.atomic():
-            transitions.report(new.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
-            if new.is_live or new.state == S.FAILED:
-                instance_stop_begin(new, reason="The take-over was given up.", actor=actor)
-    except SardeenzError:
-        return
+    """A successor that came to nothing is not wanted again. Needs no broker: a lost message is repeated."""
+    with transaction.atomic():
+        transitions.report(new.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
+        instance_stop_begin(new, reason="The take-over was given up.", actor=actor)
 
 
 def _cancel(operation: Operation, step: dict[str, Any]) -> Progress:
-    """Before the old one is stopping, it serves on and the successor goes; after that, the change is finished."""
-    old = Instance.objects.select_related("model", "host").filter(pk=step["instance_id"]).first()
-    new = Instance.objects.select_related("model", "host").filter(pk=step.get("new_id") or 0).first()
-    if step["state"] == "draining" and (old is None or old.state not in (S.READY, S.DRAINING, S.SLEEPING)):
-        failed = _draining(step, old, new) if new is not None else "The successor is gone."
-        done = step["state"] == "done"
-        message = "Too late to cancel: the old one is stopping, the successor serves."
-        return Progress(
-            done=done or bool(failed), failed=bool(failed), message=failed or message, steps=operation.steps
-        )
-    if old is not None and old.state == S.DRAINING:
-        transitions.report(old.pk, desired_state=DesiredState.RUNNING)
-        transitions.move(
-            old.pk, S.READY, expected=S.DRAINING, reason="The take-over was cancelled.", actor=operation.created_by
-        )
-    if new is not None:
-        instance_stop(new, actor=operation.created_by) if new.is_live else _discard(new, operation.created_by)
+    """While the old one can serve, it serves on and the successor goes; after that, the change is finished."""
+    steps = operation.steps
+    old = _instance(step["instance_id"])
+    new = _instance(step.get("new_id")) or _successor(old)
+    if new is not None and new.is_live and not _can_stay(old):
+        step.setdefault("new_id", new.pk)
+        if step["state"] == "waiting":
+            step["state"] = "starting"
+        failed = _advance(operation, step)
+        message = failed or f"Too late to cancel, the old one has ended: {step.get('message', '')}"
+        return Progress(done=bool(failed) or step["state"] == "done", failed=bool(failed), message=message, steps=steps)
+    ending = old is not None and old.state == S.DRAINING and step["state"] in ("taking over", "draining")
+    if ending and old is not None and not _serves_again(old, operation.created_by):
+        return Progress(message="The old one was about to end; looking again.", steps=steps)
+    if new is not None and new.state != S.STOPPED:
+        _discard(new, operation.created_by)
     step["state"] = "undone"
-    return Progress(done=True, cancelled=True, message="Cancelled: the old one serves on.", steps=operation.steps)
+    return Progress(done=True, cancelled=True, message="Cancelled: the old one serves on.", steps=steps)
+
+
+def _can_stay(old: Instance | None) -> bool:
+    return old is not None and old.state in (REPLACEABLE | {S.STARTING, S.DRAINING})
+
+
+# --- what an operation left behind -----------------------------------------------------------------
+
+
+def successors_check() -> None:
+    """Successors whose operation ended without them (its time limit, a lost row): one owner per replica, never none.
+
+    Control worker, every round. Where the old one is gone the successor stands alone; where it serves, the successor
+    goes; where it is on its way out, it is waited for.
+    """
+    rows = Instance.objects.live().exclude(replaces=None).select_related("model", "host", "replaces")
+    if not rows:
+        return
+    busy = set(Operation.objects.filter(kind=REPLACE, state__in=OPEN).values_list("model_id", flat=True))
+    for row in rows:
+        old = row.replaces
+        if row.model_id in busy or old is None or row.desired_state == DesiredState.STOPPED:
+            continue
+        if not old.is_live:
+            log.warning("%s outlived its operation and stands alone now", row)
+            transitions.report(old.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
+            _stands_alone(row, old.pk)
+        elif old.desired_state != DesiredState.STOPPED:
+            _discard(row, "reconciler")
