@@ -28,7 +28,6 @@ from models_app.router.listing import model_entry, model_list, usable_names
 from models_app.router.metrics import Metrics
 from models_app.router.metrics_share import MetricsFiles
 from models_app.router.queueing import Demand, Doors
-from models_app.router.relay import BrokenOff, Tally
 from models_app.router.reply import Client, Reply, request_id_from
 from models_app.router.request import (
     Ask,
@@ -41,6 +40,7 @@ from models_app.router.request import (
     read_body,
     wanted_headers,
 )
+from models_app.router.streaming import BrokenOff, Tally
 from models_app.router.table import Key, ModelRoute, Name, RouteTable, TableSource
 from models_app.router.targets import Targets
 from models_app.router.usage import UsageBook, UsageRecord

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from models_app.router.capture import Capture
 from models_app.router.errors import RouterError, StaleConnection, UpstreamError
 from models_app.router.queueing import Door, not_ready
-from models_app.router.relay import Relay, Tally
+from models_app.router.relay import Relay
 from models_app.router.reply import Client, Reply
 from models_app.router.request import Ask
+from models_app.router.streaming import Tally
 from models_app.router.table import Key, ModelRoute, Name
 from models_app.router.targets import TargetState
 from models_app.router.upstream import Connection

@@ -7,7 +7,6 @@ the way.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import orjson
 
@@ -16,8 +15,8 @@ from models_app.router.config import RouterConfig
 from models_app.router.errors import Dialect, RouterError, UpstreamError
 from models_app.router.reply import Client, Header, Reply
 from models_app.router.sse import AnswerTail, Scanner
+from models_app.router.streaming import BrokenOff, EventStream, Tally, lost_midway, too_large_answer
 from models_app.router.upstream import Connection
-from models_app.router.usage import Gaps
 
 #: Headers of an engine's answer that end here: of the connection, or set by us.
 _DROPPED = frozenset(
@@ -37,30 +36,6 @@ _DROPPED = frozenset(
     }
 )
 _MAX_ERROR_BYTES = 64 * 1024
-
-
-class BrokenOff(Exception):
-    """The answer cannot be ended in order: the connection to the client must be closed as it is."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Times (monotonic) and counts of one request."""
-
-    started_at: float
-    sent_at: float = 0.0  # to the engine
-    waited_s: float = 0.0  # for the model
-    head_at: float = 0.0  # of the engine's answer
-    first_byte_at: float = 0.0
-    first_token_at: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    failed: str = ""  # why the answer is not what was asked for; empty when it is
-    gaps: Gaps | None = field(default=None)
-
-    def overhead_s(self, now: float) -> float:
-        """The router's own part of the time to the first byte."""
-        return max(0.0, self.sent_at - self.started_at - self.waited_s) + (now - self.head_at)
 
 
 class Relay:
@@ -116,84 +91,27 @@ class Relay:
                 headers.append((b"content-length", length))
             await self._whole(headers)
 
-    # --- an event stream -----------------------------------------------------------------------------------
-
     async def _events(self, headers: list[Header], *, strip_usage: bool) -> None:
-        connection, reply, tally, idle_s = self.connection, self.reply, self.tally, self.idle_s
-        comment_s = self.config.comment_s
-        monotonic = time.monotonic
-        scanner = Scanner(strip_usage=strip_usage)
-        now = monotonic()
-        reply.sse = True
-        if not reply.started:
+        if not self.reply.started:
             headers.append((b"x-accel-buffering", b"no"))
-            headers.append(self._overhead(now))
-            await reply.start(connection.status, headers)
-        connection.deadline = now + self.first_byte_s
-        connection.deadline_kind = "first_byte_timeout"
-        connection.beat_at = now + comment_s
-        send, feed, limit, capture = reply.send, scanner.feed, self.config.max_response_bytes, self.capture
-        gaps: Gaps | None = None
-        last_at = 0.0
-        sent = 0
-        while True:
-            try:
-                block = await connection.block()
-            except UpstreamError as exc:
-                await self._died(exc, scanner)
-                break
-            if block is None:
-                await self._finish(scanner.rest())
-                break
-            now = monotonic()
-            connection.beat_at = now + comment_s
-            if not block:
-                if not scanner.inside:
-                    await reply.comment()
-                continue
-            connection.deadline = now + idle_s  # for the client to take it, too
-            out = feed(block)
-            if capture is not None:
-                capture.feed(out)
-            if gaps is None:
-                tally.first_byte_at = tally.first_byte_at or now
-                connection.deadline_kind = "idle_timeout"
-                if scanner.content_seen:
-                    tally.first_token_at = now
-                    gaps = tally.gaps = Gaps()
-            else:
-                gaps.add(now - last_at)
-            last_at = now
-            if connection.at_end:
-                await self._finish(out + scanner.rest())
-                break
-            if out:
-                await send({"type": "http.response.body", "body": out, "more_body": True})
-                sent += len(out)
-                if limit is not None and sent > limit:
-                    tally.failed = "response_too_large"
-                    self.client.let_go()
-                    await reply.refuse(too_large_answer(limit))
-                    break
-                connection.deadline = monotonic() + idle_s
-        tally.prompt_tokens, tally.completion_tokens = scanner.prompt_tokens, scanner.completion_tokens
-        if scanner.failed:
-            tally.failed = tally.failed or "engine_error"
+            headers.append(self._overhead(time.monotonic()))
+            await self.reply.start(self.connection.status, headers)
+        stream = EventStream(
+            self.connection,
+            self.reply,
+            self.client,
+            self.tally,
+            Scanner(strip_usage=strip_usage),
+            idle_s=self.idle_s,
+            comment_s=self.config.comment_s,
+            limit_bytes=self.config.max_response_bytes,
+            capture=self.capture,
+        )
+        await stream.run(first_byte_s=self.first_byte_s)
 
     async def _finish(self, body: bytes) -> None:
         self.client.let_go()
         await self.reply.end(body)
-
-    async def _died(self, exc: UpstreamError, scanner: Scanner) -> None:
-        """The engine broke off: an event that says so, and an end without the dialect's own closing event."""
-        if scanner.ended:
-            await self._finish(b"")
-            return
-        self.tally.failed = exc.kind
-        if scanner.inside:
-            raise BrokenOff
-        self.client.let_go()
-        await self.reply.refuse(lost_midway(exc))
 
     # --- an answer that is not a stream ---------------------------------------------------------------------------
 
@@ -292,21 +210,6 @@ def _retry_after(headers: list[Header]) -> float:
         if name == b"retry-after" and value.isdigit():
             return float(value)
     return 2.0
-
-
-def too_large_answer(limit: int) -> RouterError:
-    return RouterError(
-        503, "response_too_large", f"The answer is larger than {limit // 1024**2} MiB; ask at the router's own port."
-    )
-
-
-def lost_midway(exc: UpstreamError) -> RouterError:
-    """What a client is told when its answer breaks off."""
-    if exc.kind.endswith("timeout"):
-        return RouterError(
-            503, "engine_timeout", "The engine fell silent in the middle of the answer.", retry_after_s=2
-        )
-    return RouterError(503, "engine_lost", "The engine ended in the middle of the answer.", retry_after_s=2)
 
 
 def _loads(body: bytes) -> object:

@@ -52,6 +52,8 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
         self.on_stall: Callable[[], object] | None = None
+        #: Takes what comes while the relay waits in ``block``; False means that the relay must look itself.
+        self.sink: Callable[[bytes], bool] | None = None
 
     # --- the relay's side ------------------------------------------------------------------------------------
 
@@ -72,28 +74,38 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def block(self) -> bytes | None:
-        """The next bytes of the answer, all that are there; None at its end. Empty means: it is time for a comment.
+        """The next bytes of the answer, all that are there; None at its end.
 
+        Empty means that there is something else to look at: a comment is due (``take_beat``), or the sink asked for it.
         Raises UpstreamError when the engine broke off or fell silent; bytes that came before are handed out first.
         """
-        while True:
-            chunks = self._chunks
-            if chunks:
-                data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-                chunks.clear()
-                self._buffered = 0
-                if self._paused:
-                    self._paused = False
-                    self.transport.resume_reading()
-                return data
+        while not self._chunks:
             if self.complete:
                 return None
             if self.error is not None:
                 raise self.error
-            if self.beat:
-                self.beat = False
-                return b""
+            if self._paused:
+                self._paused = False
+                self.transport.resume_reading()
             await self._wait()
+            if not self._chunks and not self.complete and self.error is None:
+                return b""
+        data = self._take_chunks()
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+        return data
+
+    def take_beat(self) -> bool:
+        beat, self.beat = self.beat, False
+        return beat
+
+    def _take_chunks(self) -> bytes:
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._buffered = 0
+        return data
 
     @property
     def at_end(self) -> bool:
@@ -163,7 +175,15 @@ class Connection(asyncio.Protocol):
             self.fail(UpstreamError("protocol", f"the engine's answer is not HTTP: {exc}"))
             return
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self._chunks or self.started):
+        if waiter is None or waiter.done() or not self.started:
+            return
+        if self.sink is not None and self._chunks and not self.complete:
+            if not self.sink(self._take_chunks()):
+                waiter.set_result(None)
+            elif self._paused:
+                self._paused = False
+                self.transport.resume_reading()
+        elif self._chunks or self.complete or self.sink is None:
             waiter.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -362,6 +363,47 @@ async def test_broken_answer_is_503_where_the_server_cannot_cut_it_off(engine: F
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
         engine.behaviour = chat
         assert (await router.chat()).json()["choices"]
+
+
+async def test_stream_that_was_left_counts_what_had_come(router: Router, engine: FakeEngine) -> None:
+    async def endless(request: Request, answer: Answer) -> None:
+        await answer.start()
+        for _ in range(5):
+            await answer.event(content("a"))
+            await asyncio.sleep(0.01)
+        await answer.gone.wait()
+
+    engine.behaviour = endless
+    reader, writer = await raw_stream(router, stream=True)
+    text = b""
+    async with asyncio.timeout(HANGS_S):
+        while text.count(b'"content"') < 5:
+            text += await reader.read(1000)
+    writer.close()
+    await router.wait_for(lambda: bool(router.used))
+    assert 1 <= router.used[0]["completion_tokens"] <= 5
+
+
+async def test_slow_reader_gets_the_whole_stream_in_the_end(router: Router, engine: FakeEngine) -> None:
+    count = 400
+
+    async def long(request: Request, answer: Answer) -> None:
+        await answer.start()
+        for number in range(count):
+            await answer.event(content(f"<{number}>" + "x" * 16_000))
+        await answer.event("[DONE]")
+        await answer.end()
+
+    engine.behaviour = long
+    reader, writer = await raw_stream(router, stream=True)
+    await asyncio.sleep(0.3)  # by now everything on the way is full
+    text = b""
+    async with asyncio.timeout(3 * HANGS_S):
+        while not text.endswith(b"0\r\n\r\n"):
+            text += await reader.read(2**20)
+    writer.close()
+    numbers = [int(one) for one in re.findall(rb"<(\d+)>", text)]
+    assert numbers == list(range(count))
 
 
 # --- answers that are no stream ---
