@@ -82,7 +82,10 @@
       set(rect, "width", percent(held.idle, scale));
     });
     const over = $('[data-part="over"]', svg);
-    if (over) set(over, "width", percent(Math.max(0, held.used + held.idle - limit), scale));
+    if (over) {
+      set(over, "x", percent(limit, scale));
+      set(over, "width", percent(Math.max(0, held.used + held.idle - limit), scale));
+    }
   }
 
   const number = (value) => (value === null || value === undefined ? "–" : String(Math.round(value)));
