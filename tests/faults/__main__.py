@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from models_app.engines import family, process
 from models_app.engines.identity import installation_id
 from tests.faults import checks
 from tests.faults.plan import plan
@@ -37,9 +38,20 @@ def say(text: str) -> None:
 
 
 def run(seed: int, steps: int, burst: int, *, keep: Path | None = None) -> list[str]:
-    """One run on a Sardeenz of its own. Returns the violations."""
+    """One run on a Sardeenz of its own. Returns the violations. Leaves no process behind, whatever happened."""
+    stack = Stack(start=False, **SETTINGS)
+    installation = installation_id(stack.home)
+    try:
+        return _run(stack, seed, steps, burst, keep)
+    finally:
+        left = process.end_processes(family.find_marked(installation), limit_s=2.0)
+        if left:
+            say(f"these processes would not end: {[one.pid for one in left]}")
+
+
+def _run(stack: Stack, seed: int, steps: int, burst: int, keep: Path | None) -> list[str]:
     begun = time.monotonic()
-    with Stack(start=False, **SETTINGS) as stack:
+    with stack:
         world = World(stack)
         world.start()
         say(f"up after {time.monotonic() - begun:.0f} s; seed {seed}, {steps} steps in bursts of {burst}")

@@ -7,6 +7,7 @@ nothing here asks the product whether it is well.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections import defaultdict
 from contextlib import closing
@@ -160,9 +161,9 @@ def _left_over(home: Path, rows: list[Row]) -> list[str]:
         marker = parse_ipc_name(path.name)
         if marker is None or marker.attempt_id not in current:
             found.append(f"left over: {path}")
-    for path in [*_TMP.glob(f"sz-{mine}-*"), *_TMP.glob(f"kvcached-tp-sz-{mine}-*")]:
-        number = path.name.split(f"sz-{mine}-")[1].split("-a")[-1].split("-")[0]
-        if not number.isdecimal() or int(number) not in current:
+    for path in _TMP.glob(f"*sz-{mine}-*"):
+        number = re.fullmatch(rf"sz-{mine}-(\d+)|kvcached-tp-sz-{mine}-i\d+-a(\d+)-[0-9a-f]+", path.name)
+        if number is None or int(number[1] or number[2]) not in current:
             found.append(f"left over: {path}")
     used = {row["port"] for row in rows if row["state"] in _HAS_PROCESS}
     for folder in rundir.run_dirs(home / "runs"):

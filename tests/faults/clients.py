@@ -34,7 +34,7 @@ class Streamer(threading.Thread):
     """Asks one model for one stream after the other. ``must_serve``: this model must answer at all times."""
 
     def __init__(self, url: str, key: str, model: str, disturbances: Disturbances, *, must_serve: bool) -> None:
-        super().__init__(daemon=True)
+        super().__init__(daemon=True, name=model)
         self._url, self._key, self._model = url, key, model
         self._disturbances = disturbances
         self._must_serve = must_serve

@@ -21,7 +21,7 @@ PARTS = ("guardian", "engine", "core")
 
 #: Step → how often it comes, and of which models.
 _KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "launch": (9, OTHERS),
+    "launch": (16, OTHERS),
     "scale": (2, ("beta",)),
     "stop": (4, OTHERS),
     "force_stop": (2, OTHERS),
@@ -34,7 +34,7 @@ _KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "limit": (6, tuple(MODELS)),
     "trim": (3, tuple(MODELS)),
     "make_room": (2, ("big",)),
-    "preset": (2, ("evening",)),
+    "preset": (3, ("evening",)),
     "kill": (12, OURS),
     "kill_engine": (7, OTHERS),
 }
