@@ -33,10 +33,16 @@ def idle_check(*, now: float | None = None) -> None:
     if not waiting:
         return
     now = time.time() if now is None else now
-    idle = {row.id: row.idle_since for card in cards().values() for row in card.rows if row.idle_since is not None}
+    idle: dict[int, float] = {}
+    busy: set[int] = set()
+    for view in (view for card in cards(now=now).values() for view in card.rows):
+        if view.idle_since is None:
+            busy.add(view.id)  # at work, or not known
+        else:
+            idle[view.id] = max(view.idle_since, idle.get(view.id, 0.0))
     for pk, row in waiting.items():
         since = idle.get(pk)
-        if since is None or now - since < (row.model.idle_sleep_after_s or 0):
+        if since is None or pk in busy or now - since < (row.model.idle_sleep_after_s or 0):
             continue
         try:
             if row.model.enable_sleep_mode:

@@ -16,6 +16,7 @@ from models_app.engines import facts as engine_facts
 from models_app.engines.facts import ModelFacts
 from models_app.models import Model, ModelAlias
 from models_app.services import placement, specs
+from models_app.services.memory_rules import memory_policy_check
 from models_app.services.model_fields import is_hub_id, read_fields
 
 Errors = dict[str, list[str]]
@@ -46,10 +47,10 @@ def judge(fields: Mapping[str, Any], *, model: Model | None = None, allow_risky:
     if "served_model_name" in errors or "source" in errors or "model" in errors:
         return found
     known = _weights(found, candidate, model)
+    candidate.facts = found.facts if found.facts is not None else candidate.facts
     _gpus(found, candidate)
     _relations(found, candidate, model)
     if "model" not in errors:
-        candidate.facts = found.facts if found.facts is not None else candidate.facts
         _engine(found, candidate, aliases, allow_risky)
         if known is not None:
             _fit(found, candidate)
@@ -249,8 +250,8 @@ def _fit(found: Judgement, candidate: Model) -> None:
 
 def _relations(found: Judgement, candidate: Model, model: Model | None) -> None:
     values = found.values
-    if candidate.idle_sleep_after_s and not candidate.enable_sleep_mode:
-        found.wrong("idle_sleep_after_s", "Falling asleep when idle needs sleep mode.")
+    if candidate.idle_sleep_after_s and not (candidate.enable_sleep_mode or candidate.on_demand):
+        found.wrong("idle_sleep_after_s", "Falling asleep when idle needs sleep mode, or loading on demand to stop.")
     if candidate.initial_limit_bytes and not candidate.kvcached:
         found.wrong("initial_limit_bytes", "A KV limit needs kvcached; without it KV memory is a fixed reservation.")
     policy = getattr(model, "memory_policy", None) if model else None
@@ -258,6 +259,11 @@ def _relations(found: Judgement, candidate: Model, model: Model | None) -> None:
     maximum = values.get("maximum_bytes", policy.maximum_bytes if policy else None)
     if maximum is not None and maximum < guarantee:
         found.wrong("maximum_bytes", f"The maximum lies below the guarantee of {gib(guarantee)}.")
+    elif {"guarantee_bytes", "maximum_bytes"} & values.keys():
+        rules = memory_policy_check(candidate, guarantee_bytes=guarantee, maximum_bytes=maximum)
+        for name, sentences in rules.items():
+            for sentence in sentences:
+                found.wrong(name, sentence)
     _fallback(found, candidate, model)
 
 

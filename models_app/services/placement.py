@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from models_app.states import OCCUPIES_GPU, InstanceState
 
 #: Readings older than this say nothing of the present: the ledger alone decides.
 READING_LIMIT_S = 10.0
+#: In ``LaunchAttempt.memory``: the ``state_version`` of the sleep during which the instance claims nothing.
+WAIVED = "waived_version"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Wish:
     @classmethod
     def of(cls, model: Model, wish: Mapping[str, Any] | None = None) -> Wish:
         wish = wish or {}
-        uuids = tuple(wish.get("gpu_uuids") or model.gpu_uuids or ())
+        own = () if wish.get("elsewhere") else model.gpu_uuids  # moved by hand: the model's GPUs are what it leaves
+        uuids = tuple(wish.get("gpu_uuids") or own or ())
         host = wish.get("host") or (model.host.name if model.host else None)
         return cls(host, uuids, bool(wish.get("anyway")))
 
@@ -80,17 +83,35 @@ def gpu_states(*, without: int | None = None, room_for: int | None = None) -> li
     gpus = list(Gpu.objects.select_related("host", "policy"))
     readings = _readings(gpus)
     held: dict[str, list[Instance]] = defaultdict(list)
-    for row in Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without or 0):
+    occupying = Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without or 0).select_related("attempt")
+    for row in occupying:
         for uuid in row.gpu_uuids:
             held[uuid].append(row)
-    promised = _promised(room_for)
+    promised = _promised(room_for, {row.pk for row in occupying})
     return [_state(gpu, readings.get(gpu.uuid), held[gpu.uuid], promised[gpu.uuid]) for gpu in gpus]
 
 
-def _promised(room_for: int | None) -> dict[str, int]:
-    """Bytes per card that open operations make room for, those of ``room_for`` left out."""
+def claim_bytes(row: Instance) -> int:
+    """Bytes per GPU that the book keeps for an instance: its reservation.
+
+    One who was put to sleep to make room has given up its claim to come back at once, until its state changes again.
+    """
+    memory = row.attempt.memory if row.attempt else {}
+    if row.state == InstanceState.SLEEPING and memory.get(WAIVED) == row.state_version:
+        return int(memory.get("asleep_bytes") or 0)
+    return row.reserved_bytes
+
+
+def _promised(room_for: int | None, placed: Collection[int]) -> dict[str, int]:
+    """Bytes per card that open operations make room for, those of ``room_for`` left out.
+
+    Nothing more is promised once the newcomer has its place (``placed``), nor by a plan that is being undone.
+    """
     promised: dict[str, int] = defaultdict(int)
     for operation in Operation.objects.filter(kind="make_room", ended_at=None).exclude(model=room_for):
+        newcomer = operation.steps[-1].get("instance_id") if operation.steps else None
+        if newcomer in placed or operation.facts.get("undoing"):
+            continue
         for uuid in operation.facts.get("gpu_uuids", ()):
             promised[uuid] += int(operation.facts.get("need_bytes") or 0)
     return promised
@@ -120,7 +141,7 @@ def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance]
         free_measured_bytes=None if reading is None else int(reading["free"]),
         ledger_free_bytes=ledger_free(
             gpu.total_bytes,
-            [(row.reserved_bytes, seen.get(row.pk, 0)) for row in rows],
+            [(claim_bytes(row), seen.get(row.pk, 0)) for row in rows],
             reserve_bytes=reserve + promised,
             foreign_bytes=foreign,
         ),
@@ -212,7 +233,7 @@ def place(
     ``unusable`` maps names of hosts that cannot run it to the reason (an engine too old, a pair of versions that do not
     work together); their cards are out.
     """
-    states = [_barred(state, unusable or {}) for state in gpu_states(without=without, room_for=model.pk)]
+    states = states_for(model, without=without, unusable=unusable)
     kinds: dict[tuple[str, int], list[GpuState]] = defaultdict(list)
     for state in states:
         kinds[state.name, state.total_bytes].append(state)
@@ -238,6 +259,13 @@ def place(
         return best
     rejections: list[Rejection] = [row for one in tried for row in one.decision.rejections]
     return replace(best, decision=replace(best.decision, rejections=tuple(rejections)), gpus=states)
+
+
+def states_for(
+    model: Model, *, without: int | None = None, unusable: Mapping[str, str] | None = None
+) -> list[GpuState]:
+    """The cards as a launch of this model sees them: with what was promised to it, without hosts that cannot run it."""
+    return [_barred(state, unusable or {}) for state in gpu_states(without=without, room_for=model.pk)]
 
 
 def _merit(placement: Placement) -> tuple[bool, int]:

@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from gpus_app.events import publish_gpus_on_commit
 from gpus_app.models import GpuPolicy
-from gpus_app.policies.base import Plan, Step, StepKind, gib
+from gpus_app.policies.base import InstanceView, Plan, Step, StepKind, gib
 from gpus_app.policies.rebalance import rebalance_cards
 from models_app import broker, transitions
 from models_app.errors import BrokerAway, SardeenzError
@@ -76,9 +76,9 @@ def _mode(group: list[Card], reserved: frozenset[str]) -> str:
 
 def _carry_out(group: list[Card], plan: Plan) -> None:
     lowers = [step for step in plan.steps if step.kind is StepKind.LOWER]
-    shrinking = any(_shrinking(card, id_) for card in group for id_ in card.instances)
+    untold = any(_untold(card, row) for card in group for row in card.rows)
     for step in plan.steps:
-        if step.kind is StepKind.RAISE and (lowers or shrinking):
+        if step.kind is StepKind.RAISE and (lowers or untold):
             continue  # the next look raises what these have really given back
         instance = next(card.instances[step.instance_id] for card in group if step.instance_id in card.instances)
         if not instance.limit_automatic:
@@ -102,14 +102,10 @@ def _carry_out(group: list[Card], plan: Plan) -> None:
             log.info("%s keeps its limit: %s", instance, exc.message)
 
 
-def _shrinking(card: Card, instance_id: int) -> bool:
-    """Whether it still holds more than its limit, or was told of one that it has not answered."""
-    instance = card.instances[instance_id]
-    row = next(row for row in card.rows if row.id == instance_id)
-    if not row.elastic:
-        return False
-    over = row.used_bytes + row.prealloc_bytes > row.limit_bytes
-    return over or instance.limit_acked_revision < instance.limit_revision
+def _untold(card: Card, row: InstanceView) -> bool:
+    """Whether it was asked for a limit that it has not answered. What is over a limit in force, the plan counts."""
+    instance = card.instances[row.id]
+    return row.elastic and instance.limit_acked_revision < instance.limit_revision
 
 
 def step_json(step: Step, name: str) -> dict[str, Any]:
@@ -143,7 +139,7 @@ def _remember(group: list[Card], plan: Plan | None, mode: str) -> None:
     """Keep the newest plan beside the policy, for the pages; written only when it says something new."""
     for card in group:
         saved = {} if plan is None else plan_json(plan, group) | {"mode": mode}
-        if card.policy.pk is None and not saved.get("steps"):
+        if card.policy._state.adding and not saved.get("steps"):
             continue
         if _essence(card.policy.plan) == _essence(saved):
             continue

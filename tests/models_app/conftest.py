@@ -10,10 +10,12 @@ import pytest
 
 from gpus_app.models import Host
 from gpus_app.probes.sim_ledger import ensure_gpus
+from models_app import dispatch
 from models_app.engines import process, rundir
 from models_app.engines.identity import installation_id
 from tests.builders import GIB, make_gpu, make_host
 from tests.models_app.pump import Pump
+from tests.models_app.readings import Readings
 
 
 @pytest.fixture
@@ -41,3 +43,16 @@ def fleet(db: None, settings: Any, tmp_path: Path) -> Iterator[Host]:
     mine = installation_id(tmp_path)
     assert process.find_marked(mine) == []
     assert list(Path("/dev/shm").glob(f"sz-{mine}-*")) == []
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> Readings:
+    return Readings(monkeypatch)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was enqueued, as (name, *args)."""
+    messages: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dispatch, "send", lambda name, *args, **_: messages.append((name, *args)))
+    return messages

@@ -75,9 +75,9 @@ def test_model_of_the_catalogue_brings_its_facts() -> None:
 
 
 def test_policy_and_aliases_are_made_with_the_model() -> None:
-    model = model_create(actor="anna", aliases=["b"], guarantee_bytes="1G", priority=70, **GOOD)
+    model = model_create(actor="anna", aliases=["b"], guarantee_bytes="2G", priority=70, **GOOD)
     assert [alias.name for alias in model.aliases.all()] == ["b"]
-    assert (model.memory_policy.guarantee_bytes, model.memory_policy.priority) == (GIB, 70)
+    assert (model.memory_policy.guarantee_bytes, model.memory_policy.priority) == (2 * GIB, 70)
 
 
 def test_refused_model_leaves_nothing_but_its_record() -> None:
