@@ -33,6 +33,8 @@ TRIM = "models_app.trim"
 SLEEP = "models_app.sleep"
 WAKE = "models_app.wake"
 RECONCILE_HOST = "models_app.reconcile_host"
+HEALTH = "models_app.health"
+REAP = "models_app.reap"
 
 TASK_NAMES = (
     PLACE,
@@ -49,6 +51,8 @@ TASK_NAMES = (
     SLEEP,
     WAKE,
     RECONCILE_HOST,
+    HEALTH,
+    REAP,
 )
 
 

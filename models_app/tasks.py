@@ -11,10 +11,12 @@ from models_app import broker, dispatch, route_table, worker
 from models_app.services import (
     control,
     demand,
+    health,
     launch,
     limit_apply,
     operations,
     presets,
+    reaping,
     rebalancing,
     reconcile,
     rollout,
@@ -94,6 +96,16 @@ def wake(instance_id: int) -> None:
 @shared_task(name=dispatch.RECONCILE_HOST, **SLOW)
 def reconcile_host(host_name: str) -> None:
     reconcile.reconcile_host(host_name)
+
+
+@shared_task(name=dispatch.HEALTH, **SLOW)
+def health_check(instance_id: int) -> None:
+    health.health_check(instance_id)
+
+
+@shared_task(name=dispatch.REAP, **QUICK)
+def reap(attempt_id: int, actor: str = "system") -> None:
+    reaping.orphan_reap_here(attempt_id, actor=actor)
 
 
 @shared_task(name=dispatch.RECONCILE_CONTROL, **QUICK)

@@ -108,6 +108,7 @@ class Instance(models.Model):
     stop_force = models.BooleanField(default=False, help_text="End it now: no drain, requests in flight are cut.")
     health = models.CharField(max_length=16, default="unknown", help_text="unknown, ok, busy, hung, stuck")
     health_reason = models.CharField(max_length=500, blank=True)
+    health_facts = models.JSONField(default=dict, blank=True, editable=False, help_text="What the last check saw.")
     last_progress_at = models.DateTimeField(null=True, blank=True)
     restart_count = models.PositiveIntegerField(default=0)
     next_restart_at = models.DateTimeField(null=True, blank=True)

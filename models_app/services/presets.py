@@ -7,14 +7,15 @@ from typing import Any
 
 from django.db import IntegrityError, transaction
 
+from models_app import events
 from models_app.errors import Conflict, InvalidInput, SardeenzError
 from models_app.models import Instance, MemoryPolicy, Model, Operation, Preset
 from models_app.services.audit import audit
 from models_app.services.launch import model_launch
 from models_app.services.models import model_create, model_update
-from models_app.services.operations import Progress, handles, operation_create
-from models_app.services.rollout import model_roll
-from models_app.services.sleep import instance_sleep
+from models_app.services.operations import OPEN, Progress, handles, operation_create
+from models_app.services.rollout import REPLACE, REPLACEABLE, model_roll
+from models_app.services.sleep import instance_sleep, instance_wake
 from models_app.services.stop import instance_stop
 from models_app.states import DesiredState, InstanceState
 
@@ -52,7 +53,8 @@ def _models() -> Any:
 
 def preset_save(name: str, *, actor: str, replace: bool = False) -> Preset:
     """Keep what is deployed now under a name. Raises Conflict when the name is taken (without ``replace``)."""
-    if not 1 <= len(name.strip()) <= 64:
+    name = name.strip()
+    if not 1 <= len(name) <= 64:
         raise InvalidInput({"name": "Give it a name of 1 to 64 characters."})
     entries = [entry_of(model) for model in _models().filter(deployed=True)]
     if not entries:
@@ -61,10 +63,10 @@ def preset_save(name: str, *, actor: str, replace: bool = False) -> Preset:
         with transaction.atomic():
             if replace:
                 preset, _ = Preset.objects.update_or_create(
-                    name=name.strip(), defaults={"entries": entries, "created_by": actor[:150]}
+                    name=name, defaults={"entries": entries, "created_by": actor[:150]}
                 )
             else:
-                preset = Preset.objects.create(name=name.strip(), entries=entries, created_by=actor[:150])
+                preset = Preset.objects.create(name=name, entries=entries, created_by=actor[:150])
     except IntegrityError:
         raise Conflict(f"There is a preset named {name!r} already.") from None
     audit(actor, "preset.save", preset.name)
@@ -77,7 +79,7 @@ def preset_delete(preset: Preset, *, actor: str) -> None:
 
 
 def preset_diff(preset: Preset) -> list[dict[str, Any]]:
-    """What applying it would do, one entry a model: kept, create, start, change (with the fields), sleep or stop.
+    """What applying it would do, one entry a model: kept, create, start, change (with the fields), sleep, wake, stop.
 
     Models that are not in the preset are stopped, and stay saved.
     """
@@ -86,48 +88,77 @@ def preset_diff(preset: Preset) -> list[dict[str, Any]]:
     for entry in preset.entries:
         name = entry["served_model_name"]
         model = models.pop(name, None)
-        if model is None:
-            diff.append({"name": name, "act": "create", "fields": {}})
-            continue
-        now = entry_of(model)
-        fields = {
-            key: {"from": now[key], "to": value} for key, value in entry.items() if key in now and now[key] != value
-        }
-        asleep = fields.pop("asleep", None)
-        if not model.deployed:
-            diff.append({"name": name, "act": "start", "fields": fields})
-        elif fields:
-            diff.append({"name": name, "act": "change", "fields": fields})
-        elif asleep and entry["asleep"]:
-            diff.append({"name": name, "act": "sleep", "fields": {}})
-        else:
-            diff.append({"name": name, "act": "kept", "fields": {}})
-    diff += [{"name": name, "act": "stop", "fields": {}} for name, model in models.items() if model.deployed]
+        act, fields = ("create", {}) if model is None else _act(entry, model)
+        diff.append({"name": name, "act": act, "fields": fields})
+    diff += [{"name": name, "act": "stop", "fields": {}} for name, model in models.items() if _is_wanted(model)]
     return diff
 
 
+def _is_wanted(model: Model) -> bool:
+    return model.deployed or any(row.is_live for row in model.instances.all())
+
+
+def _act(entry: Mapping[str, Any], model: Model) -> tuple[str, dict[str, Any]]:
+    """What one saved model needs. What runs with older options than those saved is a change too."""
+    now = entry_of(model)
+    fields = {key: {"from": now[key], "to": value} for key, value in entry.items() if key in now and now[key] != value}
+    asleep = fields.pop("asleep", None)
+    live = [row for row in model.instances.all() if row.is_live]
+    if not model.deployed or not live:
+        return "start", fields
+    if fields:
+        return "change", fields
+    if older := [row for row in live if row.state in REPLACEABLE and row.spec_revision != model.spec_revision]:
+        revisions = {"from": older[0].spec_revision, "to": model.spec_revision}
+        return "change", {"running options": revisions}
+    if asleep:
+        return "sleep" if entry["asleep"] else "wake", {}
+    return "kept", {}
+
+
 def preset_apply(preset: Preset, *, actor: str) -> Operation:
-    """Carry out the difference: stops first, then changes, then starts. Raises Conflict when there is none."""
-    order = {"stop": 0, "change": 1, "create": 2, "start": 3, "sleep": 4}
+    """Carry out the difference: stops first, then changes, then starts.
+
+    Raises Conflict when there is none, or while a preset is being applied.
+    """
+    order = {"stop": 0, "change": 1, "create": 2, "start": 3, "wake": 4, "sleep": 5}
+    entries = {entry["served_model_name"]: entry for entry in preset.entries}
     steps = [
         {"kind": one["act"], "name": one["name"], "state": "waiting", "reason": _reason(one)}
-        for one in sorted(preset_diff(preset), key=lambda one: order.get(one["act"], 9))
+        for one in sorted(preset_diff(preset), key=lambda one: (order.get(one["act"], 9), _depth(one["name"], entries)))
         if one["act"] != "kept"
     ]
     if not steps:
         raise Conflict("Everything is as this preset wants it: nothing is restarted.")
-    facts = {"entries": {entry["served_model_name"]: entry for entry in preset.entries}}
-    return operation_create(
-        PRESET, title=f"Apply preset {preset.name}", actor=actor, steps=steps, facts=facts, deadline_s=7200.0
-    )
+    facts = {"entries": entries}
+    with transaction.atomic():
+        Preset.objects.select_for_update().get(pk=preset.pk)
+        if (other := Operation.objects.filter(kind=PRESET, state__in=OPEN).first()) is not None:
+            raise Conflict(f"“{other}” is under way; wait for it, or cancel it.")
+        return operation_create(
+            PRESET, title=f"Apply preset {preset.name}", actor=actor, steps=steps, facts=facts, deadline_s=7200.0
+        )
+
+
+def _depth(name: str, entries: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many fallbacks stand behind it: those have to be there first."""
+    depth = 0
+    while depth < len(entries) and (name := entries.get(name, {}).get("fallback") or ""):
+        depth += 1
+    return depth
+
+
+_REASONS = {
+    "create": "Not saved yet",
+    "start": "Not running",
+    "stop": "Not in the preset",
+    "sleep": "Should sleep",
+    "wake": "Should be awake",
+}
 
 
 def _reason(one: Mapping[str, Any]) -> str:
-    if one["act"] == "change":
-        return "Changed: " + ", ".join(sorted(one["fields"]))
-    return {"create": "Not saved yet", "start": "Not running", "stop": "Not in the preset", "sleep": "Should sleep"}[
-        one["act"]
-    ]
+    return _REASONS.get(one["act"]) or "Changed: " + ", ".join(sorted(one["fields"]))
 
 
 @handles(PRESET)
@@ -166,60 +197,119 @@ def _names(steps: list[dict[str, Any]], state: str) -> str:
 
 def _begin(operation: Operation, step: dict[str, Any]) -> None:
     """One act. Repeating it after a crash changes nothing: each of the services is idempotent."""
-    entry = dict(operation.facts["entries"].get(step["name"], {}))
-    actor = operation.created_by
-    entry.pop("asleep", None)
-    name = entry.pop("served_model_name", step["name"])
+    step["state"] = "running"
     try:
-        model = _models().filter(served_model_name=name).first()
-        if step["kind"] == "stop":
-            for row in Instance.objects.live().filter(model=model):
-                instance_stop(row, actor=actor)
-        elif step["kind"] == "sleep":
-            for row in Instance.objects.live().filter(model=model, state=InstanceState.READY):
-                instance_sleep(row, actor=actor)
-        else:
-            if model is None:
-                model = model_create(actor=actor, allow_risky=True, served_model_name=name, **entry)
-            else:
-                model = model_update(model, actor=actor, allow_risky=True, **entry)
-            if step["kind"] == "change":
-                _apply_change(model, actor)
-            else:
-                model_launch(model, actor=actor)
-        step["state"] = "running"
+        _act_on(operation, step)
     except SardeenzError as exc:
         step |= {"state": "failed", "message": exc.message}
 
 
-def _apply_change(model: Model, actor: str) -> None:
-    """Only a change of the engine's options needs a new engine; replicas and rules are picked up as they are."""
-    stale = Instance.objects.filter(model=model, state=InstanceState.READY).exclude(spec_revision=model.spec_revision)
-    if stale.exists():
-        model_roll(model, actor=actor)
+def _act_on(operation: Operation, step: dict[str, Any]) -> None:
+    entry = dict(operation.facts["entries"].get(step["name"], {}))
+    actor = operation.created_by
+    entry.pop("asleep", None)
+    name = entry.pop("served_model_name", step["name"])
+    model = _models().filter(served_model_name=name).first()
+    if step["kind"] == "stop":
+        _stop(model, actor)
+    elif step["kind"] == "sleep":
+        for row in Instance.objects.live().filter(model=model, state=InstanceState.READY):
+            instance_sleep(row, actor=actor)
+    elif step["kind"] == "wake":
+        for row in Instance.objects.live().filter(model=model, state=InstanceState.SLEEPING):
+            instance_wake(row, actor=actor)
+    else:
+        if model is None:
+            model = model_create(actor=actor, allow_risky=True, **{"served_model_name": name, **entry})
+        else:
+            model = model_update(model, actor=actor, allow_risky=True, **entry)
+        if step["kind"] == "change":
+            _roll(step, model, actor)
+        else:
+            model_launch(model, actor=actor)
+
+
+def _stop(model: Model | None, actor: str) -> None:
+    """Every instance, failed ones too: their restart policy would bring them back."""
+    if model is None:
+        return
+    for row in Instance.objects.filter(model=model).exclude(state=InstanceState.STOPPED):
+        instance_stop(row, actor=actor)
+    if Model.objects.filter(pk=model.pk, deployed=True).update(deployed=False):
+        events.publish_models_on_commit()
+
+
+def _stale(model: Model) -> bool:
+    """Whether something runs with other options than those saved: only that needs a new engine; replicas and rules
+    are picked up as they are."""
+    rows = Instance.objects.filter(model=model, replaces=None, state__in=REPLACEABLE)
+    return rows.exclude(spec_revision=model.spec_revision).exists()
+
+
+def _roll(step: dict[str, Any], model: Model, actor: str) -> None:
+    if not _stale(model):
+        return
+    running = Operation.objects.filter(kind=REPLACE, model=model, state__in=OPEN).first()
+    step["operation"] = (running or model_roll(model, actor=actor)).pk
 
 
 def _look(operation: Operation, step: dict[str, Any]) -> None:
+    """How far a step has got; what an engine or a service refuses fails this step alone."""
+    try:
+        done = _is_done(operation, step)
+    except SardeenzError as exc:
+        step |= {"state": "failed", "message": exc.message}
+        return
+    if done:
+        step["state"] = "done"
+
+
+def _is_done(operation: Operation, step: dict[str, Any]) -> bool:
     model = Model.objects.filter(served_model_name=step["name"]).first()
-    rows = list(Instance.objects.filter(model=model, replaces=None)) if model else []
+    if model is None:
+        if step["kind"] != "stop":
+            step |= {"state": "failed", "message": "The model was deleted meanwhile."}
+        return step["kind"] == "stop"
+    rows = list(Instance.objects.filter(model=model, replaces=None))
     live = [row for row in rows if row.is_live]
     if step["kind"] == "stop":
-        if not live:
-            step["state"] = "done"
-        return
+        return not live
+    if _roll_failed(step, model, operation.created_by):
+        return False
     entry = operation.facts["entries"].get(step["name"], {})
     wanted = int(entry.get("replicas") or 1)
     failed = [row for row in rows if row.state == InstanceState.FAILED and row.next_restart_at is None]
     if failed and len(live) < wanted:
         step |= {"state": "failed", "message": failed[0].reason}
+        return False
+    asleep = [row for row in live if row.state == InstanceState.SLEEPING and row.spec_revision == model.spec_revision]
+    ready = [row for row in live if row.state == InstanceState.READY and row.spec_revision == model.spec_revision]
+    if not entry.get("asleep"):
+        return len(ready) >= wanted
+    for row in ready:
+        _fall_asleep(step, row, operation.created_by)
+    return len(asleep) >= wanted
+
+
+def _roll_failed(step: dict[str, Any], model: Model, actor: str) -> bool:
+    """Whether a change's renewal ended with something still on the old options; one that is due yet is begun."""
+    if step["kind"] != "change" or not _stale(model):
+        return False
+    begun = Operation.objects.filter(pk=step.get("operation")).first()
+    if begun is None:
+        _roll(step, model, actor)  # what was starting with the old options has become ready
+    elif not begun.is_open:
+        step |= {"state": "failed", "message": begun.message or "The renewal was cancelled."}
+        return True
+    return False
+
+
+def _fall_asleep(step: dict[str, Any], row: Instance, actor: str) -> None:
+    """Asked once: one that would not sleep (a request in flight for too long) is a failure of this step, not a loop."""
+    if row.desired_state != DesiredState.RUNNING:
         return
-    asleep = [row for row in live if row.state == InstanceState.SLEEPING]
-    ready = [row for row in live if row.state == InstanceState.READY and row.spec_revision == row.model.spec_revision]
-    if entry.get("asleep"):
-        for row in ready:
-            if row.desired_state == DesiredState.RUNNING:
-                instance_sleep(row, actor=operation.created_by)
-        if len(asleep) >= wanted:
-            step["state"] = "done"
-    elif len(ready) >= wanted:
-        step["state"] = "done"
+    if row.pk in step.get("put_to_sleep", ()):
+        step |= {"state": "failed", "message": row.reason}
+        return
+    instance_sleep(row, actor=actor)
+    step["put_to_sleep"] = [*step.get("put_to_sleep", ()), row.pk]

@@ -21,6 +21,7 @@ from models_app.errors import BrokerAway
 from models_app.models import Instance, LaunchAttempt
 from models_app.services import leftovers
 from models_app.services.access import EngineSaidNo, client, share_log, status_of
+from models_app.services.health import HUNG
 from models_app.services.probe import end_found, instance_probe
 from models_app.services.ready import asleep_record, footprint_record
 from models_app.services.stop import instance_stop_begin
@@ -31,6 +32,7 @@ S = InstanceState
 
 #: Hints to oneself: the next look comes before they would be stale.
 _EXPIRES_S = 10.0
+_HEALTH_EVERY_S = 8.0
 _PRUNE_EVERY_S = 3600.0
 _UNSETTLED = frozenset({LimitStatus.PENDING, LimitStatus.DEFERRED, LimitStatus.STARVED, LimitStatus.UNAVAILABLE})
 
@@ -83,7 +85,7 @@ def _reconcile(row: Instance) -> None:
         instance_probe(row.pk)
         _hint(dispatch.PROBE, row)
     elif state is S.UNREACHABLE:
-        _back(row)
+        _hint(dispatch.HEALTH, row) if row.health == HUNG else _back(row)
     elif state is S.SLEEPING:
         asleep_record(row)
         if row.desired_state == DesiredState.RUNNING:
@@ -133,6 +135,8 @@ def _back(row: Instance) -> None:
 
 def _ready(row: Instance) -> None:
     footprint_record(row)
+    if broker.once_in(f"health:{row.pk}", _HEALTH_EVERY_S):
+        _hint(dispatch.HEALTH, row)
     if row.limit_bytes is not None and row.model.kvcached:
         unsettled = row.limit_acked_revision < row.limit_revision or row.limit_status in _UNSETTLED
         # Every ten seconds, settled or not: a foreign writer may have changed the segment without our knowing.
