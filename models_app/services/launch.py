@@ -210,6 +210,8 @@ def instance_place(instance_id: int) -> bool:
         first = {"limit_bytes": share, "limit_revision": row.limit_revision + 1, "limit_set_by": "controller"}
         # Before the move, whose own callbacks tell routers and pages: the engine should not wait for these.
         dispatch.send_on_commit(dispatch.START, row.pk, queue=host.queue)
+        # The neighbours' limits come down while it loads, so that they cannot grow into its bytes.
+        dispatch.send_on_commit(dispatch.REBALANCE, queue=dispatch.CONTROL_QUEUE)
         return transitions.move(
             row.pk,
             S.SCHEDULED,

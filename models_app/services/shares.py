@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpus_app.models import GpuPolicy
+from gpus_app.policies.base import GIB
 from gpus_app.policies.fit import Need
 from models_app.models import Instance
 from models_app.services.cards import cards
 from models_app.states import InstanceState
 
+#: First limit where a model's floor is not known before its engine tells: raised or lowered at the next look.
+UNKNOWN_NEED_BYTES = 2 * GIB
 _TO_COME = frozenset({InstanceState.SCHEDULED, InstanceState.STARTING})
 
 
@@ -32,9 +35,9 @@ def first_share(row: Instance, uuids: Sequence[str], need: Need) -> int | None:
         if card.policy.rebalance != GpuPolicy.Rebalance.ON or not elastic:
             continue
         if any(one.state in _TO_COME and not one.limit_bytes for one in elastic):
-            rooms.append(need.kv_bytes)
+            rooms.append(0)
             continue
         view = card.view
         claimed = sum(one.held_bytes for one in others)
         rooms.append(view.total_bytes - view.kept_bytes - view.foreign_bytes - claimed - need.baseline_bytes)
-    return max(min(rooms), need.kv_bytes) or None if rooms else None
+    return max(min(rooms), need.kv_bytes or UNKNOWN_NEED_BYTES) if rooms else None
