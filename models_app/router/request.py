@@ -189,10 +189,11 @@ class Ask:
         """Refuse what can never fit the KV limit in force: one such request would block the engine for all.
 
         Only what is certain counts: tokens that the client asks for, and a prompt given as token ids. A text prompt
-        counts nothing, for its tokens are not known here.
+        counts nothing, for its tokens are not known here. Where the model's own context is what limits, the engine's
+        refusal is the better answer.
         """
         limit = route.token_limit
-        if limit is None or self.form is not None:
+        if limit is None or self.form is not None or limit >= (route.max_model_len or limit + 1):
             return
         for name in self.endpoint.length_fields:
             wanted = self.data.get(name)

@@ -315,6 +315,11 @@ async def test_only_what_can_never_fit_the_kv_limit_is_refused(
         assert engine.requests == []
 
 
+async def test_length_over_the_models_own_context_is_the_engines_to_refuse(engine: FakeEngine) -> None:
+    async with running_router(model("m", engine, token_limit=1000, max_model_len=1000)) as router:
+        assert (await router.chat(max_tokens=5000)).status_code == 200
+
+
 async def test_cap_of_a_model_lets_the_next_in_when_one_leaves(engine: FakeEngine) -> None:
     go_on = asyncio.Event()
 
