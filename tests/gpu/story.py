@@ -24,7 +24,7 @@ def make_room(p: Product, meter: Meter) -> dict[str, Any]:
     names = [one["served_model_name"] for one in p.call("GET", "/models")]
     if "d" not in names:
         p.model("d", str(FOLDERS / "qwen3-8b"), enforce_eager=True, max_model_len=16384, memory_policy={"priority": 60})
-    load = burst(p, "a", 90, 12_000, 6000, limit_s=400).start()
+    load = burst(p, "a", 90, 12_000, 2000, limit_s=300).start()
     p.wait(lambda: kv(p, "a").get("used", 0) > 100e9 or load.took_s_so_far() > 60, 90, "card full", 0.25)
     time.sleep(2)
     full = meter.used()
