@@ -37,7 +37,7 @@ test-postgres: dev
 	SARDEENZ_TEST_DB=postgres $(PYTEST) -q -n 2 --dist loadgroup -m "not slow and not browser and not engine and not gpu and not bench"
 
 test-slow: dev
-	$(PYTEST) -q -n 0 -m "(slow or browser) and not engine and not gpu and not bench"
+	$(PYTEST) -q -n 2 --dist loadfile -m "(slow or browser) and not engine and not gpu and not bench"
 
 test-engine: dev ## the contract tests against a real vLLM (CPU build) and against the simulator
 	bash tests/contract/run.sh

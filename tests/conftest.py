@@ -20,8 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from django.conf import settings as django_settings
+
+# A shared machine may be slow at any moment: an example that took long is no fault.
+hypothesis.settings.register_profile("suite", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("suite")
 
 _postgres: Any = None
 
