@@ -7,7 +7,7 @@ from typing import Any
 
 from django.db import IntegrityError, transaction
 
-from models_app import events
+from models_app import events, selectors
 from models_app.errors import Conflict, InvalidInput, SardeenzError
 from models_app.models import Instance, MemoryPolicy, Model, Operation, Preset
 from models_app.services.audit import audit
@@ -278,6 +278,9 @@ def _is_done(operation: Operation, step: dict[str, Any]) -> bool:
         return False
     entry = operation.facts["entries"].get(step["name"], {})
     wanted = int(entry.get("replicas") or 1)
+    if overruled := _overruled(model, rows, entry, wanted):
+        step |= {"state": "failed", "message": overruled}
+        return False
     failed = [row for row in rows if row.state == InstanceState.FAILED and row.next_restart_at is None]
     if failed and len(live) < wanted:
         step |= {"state": "failed", "message": failed[0].reason}
@@ -289,6 +292,22 @@ def _is_done(operation: Operation, step: dict[str, Any]) -> bool:
     for row in ready:
         _fall_asleep(step, row, operation.created_by)
     return len(asleep) >= wanted
+
+
+def _overruled(model: Model, rows: list[Instance], entry: Mapping[str, Any], wanted: int) -> str:
+    """What somebody asked for meanwhile, against this preset: it counts, and waiting for the contrary would not end."""
+    if not model.deployed:
+        return "It was stopped meanwhile."
+    if model.replicas < wanted:
+        return f"It was scaled to {model.replicas} meanwhile."
+    if Operation.objects.filter(kind=REPLACE, model=model, state__in=OPEN).exists():
+        return ""  # the old one is not wanted, its successor takes over
+    newest = selectors.newest_by_replica(rows).values()
+    if any(row.desired_state == DesiredState.STOPPED and row.replica_index < wanted for row in newest):
+        return "One of its instances was stopped meanwhile."
+    if not entry.get("asleep") and any(row.desired_state == DesiredState.SLEEPING for row in newest):
+        return "It sleeps, and the preset wants it awake."
+    return ""
 
 
 def _roll_failed(step: dict[str, Any], model: Model, actor: str) -> bool:

@@ -187,6 +187,27 @@ def test_half_a_restore_that_fails_is_told_model_by_model() -> None:
     assert "b (Out of memory at load.)" in operation.message
 
 
+@pytest.mark.parametrize(
+    ("wanted", "deployed", "said"),
+    [
+        (DesiredState.STOPPED, False, "It was stopped meanwhile."),
+        (DesiredState.STOPPED, True, "One of its instances was stopped meanwhile."),
+        (DesiredState.SLEEPING, True, "It sleeps, and the preset wants it awake."),
+    ],
+)
+def test_what_somebody_asks_for_meanwhile_ends_the_step_that_waits_for_the_contrary(
+    wanted: DesiredState, deployed: bool, said: str
+) -> None:
+    _running(state=S.STOPPED)
+    preset = preset_save("one", actor="anna")
+    Model.objects.update(deployed=False)
+    operation = _look(preset_apply(preset, actor="anna"))
+    Model.objects.update(deployed=deployed)
+    Instance.objects.update(state=S.DRAINING, desired_state=wanted)
+    _look(operation, 2)
+    assert (operation.state, operation.steps[0]["message"]) == ("failed", said)
+
+
 def test_step_that_is_refused_does_not_keep_the_next_from_being_done() -> None:
     _running("a", state=S.STOPPED)
     preset = preset_save("one", actor="anna")
