@@ -269,7 +269,7 @@ def _is_done(operation: Operation, step: dict[str, Any]) -> bool:
     if model is None:
         if step["kind"] != "stop":
             step |= {"state": "failed", "message": "The model was deleted meanwhile."}
-        return step["kind"] == "stop"
+        return bool(step["kind"] == "stop")
     rows = list(Instance.objects.filter(model=model, replaces=None))
     live = [row for row in rows if row.is_live]
     if step["kind"] == "stop":
@@ -314,7 +314,7 @@ def _roll_failed(step: dict[str, Any], model: Model, actor: str) -> bool:
     """Whether a change's renewal ended with something still on the old options; one that is due yet is begun."""
     if step["kind"] != "change" or not _stale(model):
         return False
-    begun = Operation.objects.filter(pk=step.get("operation")).first()
+    begun = Operation.objects.filter(pk=step.get("operation") or 0).first()
     if begun is None:
         _roll(step, model, actor)  # what was starting with the old options has become ready
     elif not begun.is_open:
