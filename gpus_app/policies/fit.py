@@ -89,6 +89,8 @@ HIDDEN_COPIES = 8
 GRAPHS_BYTES, GRAPHS_LAYER_BYTES = 512 * MIB, 20 * MIB
 #: Cards of this size get vLLM's larger defaults: (max_num_seqs, max_num_batched_tokens).
 LARGE_CARD_BYTES, LARGE_DEFAULTS, SMALL_DEFAULTS = 70 * GIB, (1024, 8192), (256, 2048)
+#: Less than any card has to give, overbooked ones included.
+_ANY = -(2**62)
 #: Reserved pages that kvcached maps at start, in bundles.
 START_BUNDLES = 6
 
@@ -184,7 +186,8 @@ def judge(
             decision=decision,
             largest_bytes=decision.largest_bytes,
         )
-    open_decision = choose(gpus, replace(request, need_bytes=0))
+    # An overbooked card has less than nothing to give, and can be planned on all the same.
+    open_decision = choose(gpus, replace(request, need_bytes=_ANY))
     if not open_decision.gpus:
         # Nothing to do with memory: no GPU takes newcomers, or the choice by hand is wrong.
         return Judgement(verdict=Verdict.DOES_NOT_FIT, sentence=open_decision.reason, gpus=(), decision=open_decision)

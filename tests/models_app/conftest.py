@@ -24,15 +24,16 @@ def pump(monkeypatch: pytest.MonkeyPatch) -> Pump:
 
 
 @pytest.fixture
-def fleet(db: None, settings: Any, tmp_path: Path) -> Iterator[Host]:
-    """This machine as a host with two simulated cards of 80 GiB; every engine of the test is ended with it."""
+def fleet(request: pytest.FixtureRequest, db: None, settings: Any, tmp_path: Path) -> Iterator[Host]:
+    """This machine as a host with two simulated cards, 80 GiB or of the parameter; its engines end with the test."""
     settings.SARDEENZ_HOME = tmp_path
     settings.SARDEENZ_RUN_DIR = tmp_path / "runs"
     settings.SARDEENZ_SIM_DIR = tmp_path / "simgpu"
     settings.SARDEENZ_SIM_SPEED = 100.0
     settings.SARDEENZ_ENGINE = "simulated"
     settings.ROUTE_GRACE_S = 0.0
-    cards = ensure_gpus(settings.SARDEENZ_SIM_DIR, 2, 80 * GIB, "testhost")
+    settings.HOST_BACK_AFTER_S = 0.0
+    cards = ensure_gpus(settings.SARDEENZ_SIM_DIR, 2, getattr(request, "param", 80 * GIB), "testhost")
     host = make_host(name=settings.SARDEENZ_HOST_NAME)
     for card in cards:
         make_gpu(host=host, index=card.index, uuid=card.uuid, name=card.name, total_bytes=card.total_bytes)
