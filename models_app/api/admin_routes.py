@@ -1,20 +1,50 @@
-"""Keys, audit and operations."""
+"""Keys, audit, operations and leftovers."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from django.http import HttpRequest, JsonResponse
 from ninja import Path, Query, Router, Status
+from pydantic import Field
 
 from gpus_app.api import ERRORS
+from gpus_app.models import Host
 from models_app.api.auth import caller_of, viewer
-from models_app.api.schemas import MAX_ID, AuditOut, KeyIn, KeyOut, NewKeyOut, OperationOut
+from models_app.api.schemas import MAX_ID, AuditOut, KeyIn, KeyOut, NewKeyOut, OperationOut, Strict, Text
 from models_app.errors import InvalidInput, NotFound
 from models_app.models import ApiKey, AuditEntry, Model, Operation
 from models_app.services.keys import api_key_create, api_key_revoke
+from models_app.services.leftovers import orphans_shown
+from models_app.services.reaping import leftover_reap
 
 router = Router()
+
+
+class LeftoverOut(Strict):
+    """Living engine processes of this installation that no instance claims. ``started_at``: epoch seconds."""
+
+    host: str
+    instance_id: int
+    attempt_id: int
+    pids: list[int]
+    name: str
+    started_at: float | None
+    served_model_name: str
+
+
+class ReapIn(Strict):
+    host: Text
+    attempt_id: Annotated[int, Field(ge=1, le=MAX_ID)]
+
+
+class ReapOut(Strict):
+    """``outcome``: ``ended``, or ``asked`` when it lives on another host, whose worker ends it."""
+
+    host: str
+    attempt_id: int
+    outcome: str
 
 
 def _models(names: list[str]) -> list[Model]:
@@ -73,3 +103,19 @@ def get_operation(request: HttpRequest, operation_id: Annotated[int, Path(ge=1, 
     if row is None:
         raise NotFound(f"There is no operation {operation_id}.")
     return row
+
+
+@router.get("/leftovers", response={200: list[LeftoverOut], **ERRORS})
+def list_leftovers(request: HttpRequest) -> Any:
+    """What the hosts' last sweeps found. Processes of others are never listed here, only in a GPU's picture."""
+    return [asdict(one) for one in orphans_shown(Host.objects.values_list("name", flat=True))]
+
+
+@router.post("/leftovers/reap", response={200: ReapOut, **ERRORS})
+def reap_leftover(request: HttpRequest, payload: ReapIn) -> Any:
+    """End one: looked up again on its host now, and ended only when it is ours and still no instance claims it.
+
+    404 when nothing of it lives, 409 when an instance claims it.
+    """
+    outcome = leftover_reap(payload.host, payload.attempt_id, actor=caller_of(request).actor)
+    return {"host": payload.host, "attempt_id": payload.attempt_id, "outcome": outcome}

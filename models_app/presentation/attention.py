@@ -11,6 +11,7 @@ from gpus_app.models import Gpu
 from models_app.models import Instance, Operation
 from models_app.presentation import words
 from models_app.presentation.board import Board, Row
+from models_app.services.host_loss import freeze_sentence
 from models_app.states import InstanceState, LimitStatus
 
 #: A limit that waits for requests to finish is normal for this long.
@@ -34,6 +35,8 @@ class Item:
 def attention(board: Board, *, may_operate: bool) -> list[Item]:
     """Failures, then starved and stuck instances, hosts and GPUs that are away or full, then what only waits."""
     found: list[Item] = []
+    if frozen := freeze_sentence([host.host for host in board.hosts]):
+        found.append(Item(0, "bad", "server-off", "Most hosts are away: nothing is decided", frozen, "/gpus/"))
     for host in board.hosts:
         if not host.reachable:
             found.append(

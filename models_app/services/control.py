@@ -18,7 +18,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
-from models_app.services import idle, rollout, usage
+from models_app.services import host_loss, idle, rollout, usage
 from models_app.services.launch import instance_place, replica_make
 from models_app.services.operations import OPEN
 from models_app.services.requeue import requeue
@@ -66,9 +66,14 @@ def _run(part: Callable[[], object]) -> None:
 
 
 def hosts_check() -> None:
-    """Silent hosts' instances become unreachable; those of hosts that speak again are looked at by their worker."""
-    silent = [host for host in Host.objects.all() if not host.reachable]
-    names = {host.pk: host.name for host in silent}
+    """Silent hosts' instances become unreachable, those of lost hosts start elsewhere; hosts that speak again look.
+
+    While most hosts are silent at once nothing of that is done: see ``host_loss``.
+    """
+    hosts = list(Host.objects.all())
+    if host_loss.freeze_check(hosts):
+        return
+    names = {host.pk: host.name for host in hosts if not host.reachable}
     serving = Instance.objects.filter(host__in=names, state__in=(S.READY, S.SLEEPING, S.DRAINING))
     for row in serving:
         transitions.move(
@@ -79,6 +84,7 @@ def hosts_check() -> None:
             actor=ACTOR,
         )
     _silent_workers()
+    host_loss.lost_hosts_give_up(hosts)
     back = Instance.objects.filter(state=S.UNREACHABLE).exclude(host__in=names).values_list("host__name", flat=True)
     for name in set(back):
         if name and broker.once_in(f"look:{name}", _HINT_S):
@@ -116,7 +122,9 @@ def _silent_workers() -> None:
 
 
 def restarts_due() -> None:
-    """Failed instances whose back-off is over, and stopped ones that are wanted, become pending."""
+    """Failed instances whose back-off is over, and stopped ones that are wanted, become pending; not in a freeze."""
+    if host_loss.is_frozen(Host.objects.all()):
+        return
     now = timezone.now()
     wanted = Instance.objects.filter(desired_state=DesiredState.RUNNING).select_related("model", "host")
     for row in wanted.filter(state=S.FAILED, next_restart_at__lte=now):

@@ -116,7 +116,12 @@ def _adopt(row: Instance, status: Status | None) -> None:
 
 
 def _back(row: Instance) -> None:
-    """The host is heard of again: the instance is what its engine says that it is."""
+    """The host is heard of again: the instance is what its engine says that it is.
+
+    Not at once after having been taken out: a host that comes and goes must not flap in the routes.
+    """
+    if timezone.now() - row.state_since < timedelta(seconds=settings.HOST_BACK_AFTER_S):
+        return
     engine = client(row, limit_s=3.0)
     try:
         level = engine.metrics().sleep_level

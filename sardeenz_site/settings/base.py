@@ -61,6 +61,7 @@ RUNS_KEEP_S = env_float("SARDEENZ_RUNS_KEEP_S", 7 * 86400.0, minimum=3600.0)  # 
 HUNG_AFTER_S = env_float("SARDEENZ_HUNG_AFTER_S", 60.0, minimum=1.0)  # requests run and nothing moves, then a probe
 PROBE_EVERY_S = env_float("SARDEENZ_PROBE_EVERY_S", 300.0)  # idle so long: one token; 0 is never
 PROBE_LIMIT_S = env_float("SARDEENZ_PROBE_LIMIT_S", 30.0, minimum=1.0, maximum=40.0)
+HOST_BACK_AFTER_S = env_float("SARDEENZ_HOST_BACK_AFTER_S", 5.0)  # out of the routes at least so long: no flapping
 HOST_LOST_S = env_float("SARDEENZ_HOST_LOST_S", 300.0)  # its instances start elsewhere; 0 is never
 RESTART_LIMIT = env_int("SARDEENZ_RESTART_LIMIT", 5, minimum=0, maximum=1000)
 RESTART_BACKOFF_S = env_float("SARDEENZ_RESTART_BACKOFF_S", 10.0, minimum=0.1)
