@@ -326,10 +326,14 @@ class RouterApp:
         try:
             await exchange.run()
         except asyncio.CancelledError:
-            if not client.took_it_back():
-                raise
-            status = 499  # what nginx calls it: the client closed the request
-            self.metrics.gone.add((exchange.route.name,))
+            if client.took_it_back():
+                status = 499  # what nginx calls it: the client closed the request
+                self.metrics.gone.add((exchange.route.name,))
+            else:  # the server ends and has waited long enough
+                client.let_go()
+                client.task.uncancel()
+                status, tally.failed = 503, "router_stopping"
+                raise RouterError(503, "router_stopping", "The router is being restarted.", retry_after_s=2) from None
         except BrokenOff:
             status = 502
             log.warning(

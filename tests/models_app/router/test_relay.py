@@ -365,6 +365,40 @@ async def test_broken_answer_is_503_where_the_server_cannot_cut_it_off(engine: F
         assert (await router.chat()).json()["choices"]
 
 
+async def test_stream_ends_with_an_error_event_when_the_server_ends(engine: FakeEngine) -> None:
+    async def endless(request: Request, answer: Answer) -> None:
+        await answer.start()
+        await answer.event(content("a"))
+        await answer.gone.wait()
+
+    engine.behaviour = endless
+    sent: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append(b"")
+            return {"type": "http.request", "body": json.dumps(ask(stream=True)).encode(), "more_body": False}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [(b"authorization", AUTH["Authorization"].encode())],
+    }
+    async with running_router(model("m", engine)) as router:
+        request = asyncio.ensure_future(router.app(scope, receive, send))
+        await router.wait_for(lambda: any(b'"content"' in part for part in sent))
+        request.cancel()
+        await request
+        assert b'"code":"router_stopping"' in sent[-1]
+        await router.wait_for(lambda: engine.gone == 1)
+
+
 async def test_stream_that_was_left_counts_what_had_come(router: Router, engine: FakeEngine) -> None:
     async def endless(request: Request, answer: Answer) -> None:
         await answer.start()
