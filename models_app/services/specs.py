@@ -16,7 +16,9 @@ from models_app.services.leftovers import this_installation
 
 def spec_of(model: Model, aliases: Sequence[str] | None = None) -> EngineSpec:
     """The model's options, as they are now. ``aliases``: of a model that is not saved yet."""
-    names = [alias.name for alias in model.aliases.all()] if aliases is None else aliases
+    if aliases is None:
+        aliases = [alias.name for alias in model.aliases.all()] if model.pk else []  # a form's model is not saved yet
+    names = aliases
     return EngineSpec(
         model=model.model,
         source=model.source,

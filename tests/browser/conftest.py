@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.builders import make_user
 
@@ -30,6 +30,7 @@ ARGUMENTS = [
     "--no-first-run",
 ]
 PASSWORD = "a-long-password"
+expect.set_options(timeout=20_000)  # bounds a hang; two busy cores are slow
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ class Visitor:
         return self.page
 
     def wait_live(self) -> None:
-        self.page.locator('html[data-link="live"]').wait_for(state="attached", timeout=10_000)
+        self.page.locator('html[data-link="live"]').wait_for(state="attached", timeout=30_000)
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
@@ -97,7 +98,7 @@ def visit(browser: Browser, site: str) -> Iterator[Callable[..., Visitor]]:
     def enter(role: str = "operator", *, width: int = 1280, **options: Any) -> Visitor:
         user = make_user(role=role, password=PASSWORD)
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(30_000)
         opened.append(context)
         visitor = Visitor(context.new_page(), site, context)
 

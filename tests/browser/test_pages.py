@@ -209,10 +209,10 @@ def test_without_a_socket_the_page_polls_and_says_so(visit: Visit) -> None:
     visitor = visit("viewer")
     visitor.page.route_web_socket("**/ws/live*", lambda ws: ws.close())
     page = visitor.open("/gpus/")
-    expect(page.locator("#link-state")).to_have_text("Polling every 5 s", timeout=15_000)
+    expect(page.locator("#link-state")).to_have_text("Polling every 5 s", timeout=30_000)
     expect(page.locator("#link-banner")).to_be_visible()
     read(Host.objects.get(), rows[:3], used=6 * GIB, resident=9 * GIB)
-    expect(page.locator(f'tr[data-row="{rows[0].pk}"] [data-f="used"]')).to_have_text("6.0", timeout=15_000)
+    expect(page.locator(f'tr[data-row="{rows[0].pk}"] [data-f="used"]')).to_have_text("6.0", timeout=30_000)
 
 
 def test_a_link_that_comes_back_fetches_what_was_missed(visit: Visit) -> None:
@@ -233,7 +233,7 @@ def test_a_link_that_comes_back_fetches_what_was_missed(visit: Visit) -> None:
     visitor.wait_live()
     refuse["on"] = True
     links[-1].close()
-    expect(page.locator("#link-state")).to_have_text("Reconnecting", timeout=15_000)
+    expect(page.locator("#link-state")).to_have_text("Reconnecting", timeout=30_000)
     Instance.objects.filter(pk=rows[0].pk).update(state="draining")
     refuse["on"] = False
     visitor.wait_live()
