@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from models_app.router.table import RouteTable, TableSource
 KEY = "sz-test-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 HANGS_S = 10.0  # longer than anything here may take
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # made once: reading the machine's certificates for each test is slow
 
 
 @dataclass
@@ -315,7 +317,9 @@ async def running_router(
         config=config,
     )
     async with serving(app) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=HANGS_S, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=HANGS_S, trust_env=False, verify=NO_TLS
+        ) as client:
             yield Router(app, source, port, client, used, demanded, events, captures)
         await app.stop()
 

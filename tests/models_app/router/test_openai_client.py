@@ -7,12 +7,14 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.models_app.router.support import (
     HANGS_S,
     KEY,
+    NO_TLS,
     Answer,
     FakeEngine,
     Request,
@@ -29,7 +31,9 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 def client_for(router: Router, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
-        base_url=f"{router.url}/v1", **{"api_key": KEY, "timeout": HANGS_S, "max_retries": 0, **options}
+        base_url=f"{router.url}/v1",
+        http_client=httpx.AsyncClient(trust_env=False, verify=NO_TLS),
+        **{"api_key": KEY, "timeout": HANGS_S, "max_retries": 0, **options},
     )
 
 
@@ -129,7 +133,7 @@ async def test_closed_stream_frees_the_engine(router: Router, client: openai.Asy
 
 
 async def test_client_retries_503_by_our_retry_after(engine: FakeEngine) -> None:
-    async with running_router(model("m", status="starting")) as router, client_for(router, max_retries=1) as client:
+    async with running_router(model("m", status="ready")) as router, client_for(router, max_retries=1) as client:
         call = asyncio.ensure_future(
             client.with_options(timeout=HANGS_S).chat.completions.create(model="m", messages=HELLO)
         )
