@@ -23,6 +23,7 @@ from models_app.engines.kv_geometry import (
     kv_bytes_per_token,
     safety_floor_bytes,
 )
+from models_app.engines.weight_estimate import estimated_weights_bytes
 
 __all__ = [
     "CatalogueEntry",
@@ -54,7 +55,8 @@ class FactsError(ValueError):
 class ModelFacts:
     """The shape of a model, whole (not per GPU). ``attention``: mha, gqa, mla, sliding or hybrid (some layers full).
 
-    ``weights_bytes`` is what the weights take on GPUs, all together; None when not known. ``full_attention_layers`` of
+    ``weights_bytes`` is what the weights take on GPUs, all together, ``weights_estimated`` when nobody has counted them
+    (see ``weight_estimate``); None when not even that is known. ``full_attention_layers`` of
     the ``num_layers`` keep the whole context, the others ``sliding_window`` tokens. MLA keeps one latent per token of
     ``kv_lora_rank + qk_rope_head_dim`` values, which tensor parallelism does not split.
     """
@@ -69,6 +71,7 @@ class ModelFacts:
     max_position_embeddings: int | None = None
     dtype: str = "bfloat16"
     weights_bytes: int | None = None
+    weights_estimated: bool = False
     attention: str = "gqa"
     sliding_window: int | None = None
     full_attention_layers: int | None = None
@@ -126,6 +129,10 @@ def facts_from_config(config: Mapping[str, Any], weights_bytes: int | None = Non
         kv_heads = 1
     latent = _number(text, "kv_lora_rank")
     window, full = _window(text, architecture, layers)
+    dtype = _dtype(config, text)
+    counted = weights_bytes
+    if weights_bytes is None:
+        weights_bytes = estimated_weights_bytes(text, dtype_bytes=DTYPE_BYTES.get(dtype, 2)) or None
     return ModelFacts(
         architecture=architecture,
         num_layers=layers,
@@ -135,8 +142,9 @@ def facts_from_config(config: Mapping[str, Any], weights_bytes: int | None = Non
         hidden_size=hidden,
         vocab_size=_number(text, "vocab_size", "padded_vocab_size") or 0,
         max_position_embeddings=_number(text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
-        dtype=_dtype(config, text),
+        dtype=dtype,
         weights_bytes=weights_bytes,
+        weights_estimated=counted is None and weights_bytes is not None,
         attention=_attention(heads, kv_heads, latent, window, full),
         sliding_window=window,
         full_attention_layers=full,

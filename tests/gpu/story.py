@@ -12,7 +12,7 @@ import httpx
 
 from tests.gpu.load import Burst
 from tests.gpu.product import Meter, Product
-from tests.gpu.steps import FOLDERS, a, burst, direct, ensure, kv, step
+from tests.gpu.steps import FOLDERS, GIB, a, burst, direct, ensure, kv, step
 
 
 @step
@@ -24,9 +24,11 @@ def make_room(p: Product, meter: Meter) -> dict[str, Any]:
     names = [one["served_model_name"] for one in p.call("GET", "/models")]
     if "d" not in names:
         p.model("d", str(FOLDERS / "qwen3-8b"), enforce_eager=True, max_model_len=16384, memory_policy={"priority": 60})
-    load = burst(p, "a", 90, 12_000, 2000, limit_s=300).start()
-    p.wait(lambda: kv(p, "a").get("used", 0) > 100e9 or load.took_s_so_far() > 60, 90, "card full", 0.25)
+    load = burst(p, "a", 110, 14_000, 1200, limit_s=300).start()
+    p.wait(lambda: kv(p, "a").get("used", 0) > 126e9 or load.took_s_so_far() > 45, 90, "card full", 0.25)
     time.sleep(2)
+    for gpu in p.call("GET", "/gpus"):
+        p.call("PATCH", f"/gpus/{gpu['uuid']}/policy", json={"reserve_bytes": 12 * GIB})
     full = meter.used()
     fit = p.call("POST", "/models/d/fit", json={})
     since = time.monotonic()

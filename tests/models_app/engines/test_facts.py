@@ -165,7 +165,7 @@ def folder(path: Path, **files: object) -> Path:
 
 
 def test_folder_without_weights_says_so(tmp_path: Path) -> None:
-    assert facts_from_folder(folder(tmp_path)).weights_bytes is None
+    assert facts_from_folder(folder(tmp_path)).weights_estimated
 
 
 def test_folder_with_the_weights_twice_counts_them_once(tmp_path: Path) -> None:
