@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ def test_hung_engine_whose_policy_is_never_is_taken_out_and_kept(row: Instance, 
 def test_engine_whose_tokens_move_is_never_probed(row: Instance, engine: Engine, moving: str) -> None:
     engine.token = SILENT
     for second in range(0, 600, 30):
-        engine.figures = [EngineMetrics(running=8, **{moving: float(second)})]
+        figures: dict[str, Any] = {moving: float(second)}
+        engine.figures = [replace(EngineMetrics(running=8), **figures)]
         _at(row, second)
     assert (row.state, row.health, engine.probes) == (S.READY, "ok", 0)
     assert row.last_progress_at is not None

@@ -11,6 +11,7 @@ from django.utils import timezone
 
 from gpus_app.models import Host
 from models_app import dispatch
+from models_app.engines import process
 from models_app.engines.identity import Marker
 from models_app.engines.process import MarkedProcess
 from models_app.models import AuditEntry, Instance
@@ -206,9 +207,9 @@ def test_lost_host_that_returns_ends_what_it_no_longer_owns(
         marker=Marker(leftovers.this_installation(), row.pk, old.pk),
         run_dir=None,
     )
-    monkeypatch.setattr(leftovers.process, "find_marked", lambda _: [living])
+    monkeypatch.setattr(process, "find_marked", lambda _: [living])
     ended: list[str] = []
-    monkeypatch.setattr(leftovers.process, "stop_step", lambda folder, **_: ended.append(str(folder)))
+    monkeypatch.setattr(process, "stop_step", lambda folder, **_: ended.append(str(folder)))
 
     def returns() -> bool:
         ended.clear()

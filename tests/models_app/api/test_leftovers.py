@@ -20,6 +20,7 @@ from models_app.engines import process
 from models_app.errors import Conflict
 from models_app.models import AuditEntry, Instance
 from models_app.services import leftovers, reaping
+from models_app.services.audit import audited
 from models_app.services.launch import model_launch
 from models_app.services.leftovers import Orphan
 from models_app.services.models import model_create
@@ -75,7 +76,7 @@ def test_what_a_row_claims_by_now_is_refused(api_as: Callable[[str], Api], shown
 
 def test_reaping_by_message_says_why_not_in_the_audit_trail(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(attempt_id: int, *, actor: str) -> list[int]:
-        with leftovers.audited(actor, "orphan.reap", f"attempt {attempt_id}"):
+        with audited(actor, "orphan.reap", f"attempt {attempt_id}"):
             raise Conflict("An instance claims it.")
 
     monkeypatch.setattr(leftovers, "orphan_reap", refused)
@@ -91,7 +92,7 @@ def test_reaping_ends_the_orphan_alone(
 ) -> None:
     """SZ-048, SZ-049: the whole tree of the orphan; not its healthy neighbour on the card, nor an innocent process."""
     card = fleet.gpus.all()[0].uuid
-    given = {"source": "catalogue", "model": "Qwen/Qwen3-0.6B", "gpu_uuids": [card]}
+    given: dict[str, Any] = {"source": "catalogue", "model": "Qwen/Qwen3-0.6B", "gpu_uuids": [card]}
     rows = [model_launch(model_create(actor="anna", served_model_name=name, **given), actor="anna")[0] for name in "ab"]
     pump.run(lambda: set(Instance.objects.values_list("state", flat=True)) == {InstanceState.READY})
     for row in rows:
