@@ -18,12 +18,11 @@ def spec_of(model: Model, aliases: Sequence[str] | None = None) -> EngineSpec:
     """The model's options, as they are now. ``aliases``: of a model that is not saved yet."""
     if aliases is None:
         aliases = [alias.name for alias in model.aliases.all()] if model.pk else []  # a form's model is not saved yet
-    names = aliases
     return EngineSpec(
         model=model.model,
         source=model.source,
         hf_revision=model.hf_revision,
-        served_model_names=(model.served_model_name, *names),
+        served_model_names=(model.served_model_name, *aliases),
         max_model_len=model.max_model_len,
         dtype=model.dtype,
         quantization=model.quantization,

@@ -19,6 +19,7 @@ ACTS = {
     "start": ("is launched", "info"),
     "change": ("is changed", "warn"),
     "sleep": ("goes to sleep", "warn"),
+    "wake": ("wakes", "info"),
     "stop": ("is stopped", "bad"),
 }
 
@@ -56,7 +57,10 @@ def _save(request: HttpRequest) -> HttpResponse:
 @require_role("viewer")
 def preset(request: HttpRequest, preset_id: int) -> HttpResponse:
     row = get_object_or_404(Preset, pk=preset_id)
-    lines = [{**line, "word": ACTS[line["act"]][0], "tone": ACTS[line["act"]][1]} for line in preset_diff(row)]
+    lines = []
+    for line in preset_diff(row):
+        word, tone = ACTS.get(line["act"], (line["act"], "info"))
+        lines.append({**line, "word": word, "tone": tone})
     context = {"preset": row, "lines": lines, "nothing": all(line["act"] == "kept" for line in lines)}
     return render(request, "models_app/preset.html", context)
 

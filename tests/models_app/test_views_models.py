@@ -351,6 +351,7 @@ def test_operations_survive_a_reload_and_can_be_cancelled() -> None:
 
 def test_a_preset_keeps_what_is_deployed_and_shows_what_it_would_change(gpu: Any) -> None:
     model = make_model(served_model_name="kept", deployed=True)
+    make_instance(model=model, gpus=[gpu])
     client = client_of()
     client.post("/presets/", {"name": "evening"})
     preset = Preset.objects.get()
