@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
@@ -92,10 +93,15 @@ def postgres_url() -> Iterator[str]:
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Valkey, private to this test process."""
     from sardeenz_site.run import valkey as private
+    from sardeenz_site.run.child import die_with_parent
 
     folder = private.socket_folder(tmp_path_factory.mktemp("vk"))
     private.make_folder(folder)
-    server = subprocess.Popen(private.command(private.find_server(), folder), stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        private.command(private.find_server(), folder),
+        stdout=subprocess.DEVNULL,
+        preexec_fn=die_with_parent(signal.SIGTERM),  # a killed test run must not leave it
+    )
     try:
         assert private.wait_until_up(folder, server), "the test Valkey did not start"
         yield private.url(folder)
