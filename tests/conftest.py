@@ -100,7 +100,7 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = subprocess.Popen(
         private.command(private.find_server(), folder),
         stdout=subprocess.DEVNULL,
-        preexec_fn=die_with_parent(signal.SIGTERM),  # a killed test run must not leave it
+        preexec_fn=die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - a killed test run must not leave it
     )
     try:
         assert private.wait_until_up(folder, server), "the test Valkey did not start"
