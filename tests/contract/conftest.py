@@ -6,9 +6,10 @@ which turns the skipping of the real half into a failure. Without it, only the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from models_app.engines.rundir import run_dirs
 from tests.contract import make_model
 from tests.contract.kit import Kit, Started
 
+_ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = os.environ.get("SARDEENZ_ENGINE_VENV")
 #: What a CPU build needs, and secrets of ours that must never arrive in an engine.
 _HOST = {
@@ -33,6 +35,17 @@ _HOST = {
     "REDIS_URL": "redis://:secret-broker@broker/0",
     "VLLM_API_KEY": "secret-engine-key",
 }
+
+
+@contextlib.contextmanager
+def _watchdog(runs: Path) -> Iterator[None]:
+    """Engines end with this process, also when it is killed."""
+    command = [sys.executable, "-m", "tests.contract.watchdog", str(runs)]
+    dog = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT, start_new_session=True)
+    try:
+        yield
+    finally:
+        dog.communicate(timeout=120)
 
 
 @pytest.fixture(
@@ -54,7 +67,7 @@ def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             script = Path(make_model.__file__)
             python = Path(VENV) / "bin" / "python"
             subprocess.run([python, script, models / name, "--architecture", architecture], check=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, _watchdog(root / "runs"):
         for name, value in _HOST.items():
             patch.setenv(name, value)
         if kind == "vllm":
@@ -80,8 +93,3 @@ def served(kit: Kit) -> Started:
     started = kit.start()
     started.wait_ready()
     return started
-
-
-@pytest.fixture
-def stopwatch() -> Iterator[list[float]]:
-    yield [time.monotonic()]
