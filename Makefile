@@ -69,8 +69,7 @@ format: dev      ## what ruff and djlint would have
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	--no-header --no-annotate
 openapi: dev     ## write the served OpenAPI schema into models_app/api/openapi.json
-	$(BIN)/python manage.py export_openapi_schema --api models_app.api.v1.api --indent 1 --sorted \
-		--output models_app/api/openapi.json
+	$(BIN)/python manage.py export_openapi
 
 lock: dev        ## newest versions that pyproject.toml and package.json allow; no addresses
 	$(UV) --upgrade pyproject.toml -o requirements.lock

@@ -127,9 +127,10 @@ def test_a_limit_by_hand_leaves_the_controller_out_until_it_is_given_back(api: A
     assert api("POST", f"/instances/{instance.pk}/limit/automatic", {})[1]["limit"]["automatic"] is True
 
 
-def test_logs_give_as_many_lines_as_asked(api: Api, db: None, tmp_path: Any) -> None:
+def test_logs_give_as_many_lines_as_asked(api: Api, db: None, tmp_path: Any, settings: Any) -> None:
     """SZ-037."""
     instance = make_instance(state=InstanceState.READY)
+    settings.SARDEENZ_HOST_NAME = instance.host.name if instance.host else ""
     (tmp_path / "engine.log").write_text("\n".join(f"line {n}" for n in range(50)) + "\n")
     LaunchAttempt.objects.filter(pk=instance.attempt_id).update(run_dir=str(tmp_path))
     status, body = api("GET", f"/instances/{instance.pk}/logs?lines=10")
