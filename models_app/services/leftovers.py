@@ -22,11 +22,11 @@ import redis
 from django.conf import settings
 from django.utils import timezone
 
-from models_app import broker, dispatch
+from models_app import broker
 from models_app.engines import process, rundir
 from models_app.engines.identity import Marker, installation_id, is_tmp_dir, parse_ipc_name
 from models_app.engines.process import MarkedProcess
-from models_app.errors import Conflict, NotFound, SardeenzError
+from models_app.errors import Conflict, NotFound
 from models_app.models import Instance, LaunchAttempt
 from models_app.services.audit import audited
 from models_app.states import HAS_PROCESS
@@ -170,32 +170,6 @@ def orphan_reap(attempt_id: int, *, actor: str, limit_s: float = 5.0) -> list[in
         if folder is not None:
             process.cleanup(folder)
         return [one.pid for one in processes if one.pid not in left]
-
-
-def orphan_reap_here(attempt_id: int, *, actor: str) -> None:
-    """``orphan_reap`` by message, on the host where it lives: the outcome is in the audit trail and in the next sweep."""
-    try:
-        orphan_reap(attempt_id, actor=actor)
-    except SardeenzError as exc:
-        log.info("attempt %s not reaped: %s", attempt_id, exc.message)
-    sweep(settings.SARDEENZ_HOST_NAME)
-
-
-def leftover_reap(host_name: str, attempt_id: int, *, actor: str) -> str:
-    """End an orphan on whichever host it lives. Returns ``ended`` (this host) or ``asked`` (another one's worker).
-
-    Raises NotFound when no sweep has seen it, Conflict when a row claims it, BrokerAway.
-    """
-    if host_name == settings.SARDEENZ_HOST_NAME:
-        orphan_reap(attempt_id, actor=actor)
-        sweep(host_name)
-        return "ended"
-    if not any(one.attempt_id == attempt_id for one in orphans_shown([host_name])):
-        raise NotFound(f"Host {host_name} shows no leftover of start {attempt_id}.")
-    if LaunchAttempt.objects.filter(pk=attempt_id).exists():
-        raise Conflict("An instance claims it: stop that instance instead.")
-    dispatch.send(dispatch.REAP, attempt_id, actor, queue=dispatch.host_queue(host_name))
-    return "asked"
 
 
 def run_dirs_prune() -> int:
