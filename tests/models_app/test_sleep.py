@@ -96,7 +96,8 @@ def test_waking_what_does_not_sleep_is_refused(sent: list[Any]) -> None:
 
 
 @pytest.fixture
-def ready(fleet: Host, pump: Pump) -> Instance:
+def ready(fleet: Host, pump: Pump, settings: Any) -> Instance:
+    settings.SARDEENZ_SIM_SPEED = 20.0  # a long answer must outlast the drain, however fast the machine is
     model = model_create(
         actor="anna", served_model_name="a", source="catalogue", model="Qwen/Qwen3-0.6B", enable_sleep_mode=True
     )
