@@ -167,9 +167,16 @@ def answer_keep(instance_id: int, kind: str, wire: dict[str, Any]) -> None:
 
 
 def trim_apply(instance_id: int, request_id: str = "", actor: str = "system") -> None:
-    """Have the engine trim and store its answer under ``request_id``. Host worker."""
+    """Have the engine trim and store its answer under ``request_id``. Host worker.
+
+    Whoever waits is always answered: an instance that left its state meanwhile is answered with that.
+    """
     row = here(instance_id)
-    if row is None or InstanceState(row.state) not in LIMIT_NOW:
+    if row is None:
+        return
+    if InstanceState(row.state) not in LIMIT_NOW:
+        message = f"It is {row.state} by now: there is no running engine that could be asked to trim."
+        answer_keep(row.pk, "trim", {"status": LimitStatus.UNAVAILABLE, "message": message, "request_id": request_id})
         return
     try:
         answer = foreign_trim(row, client(row)) if row.provider in FOREIGN else client(row).kvcache_trim()

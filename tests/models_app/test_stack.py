@@ -172,10 +172,11 @@ def test_launch_limit_trim_and_stop(stack: Stack) -> None:
     assert row.attempt.exec_at is not None
     print(f"launch to exec {(row.attempt.exec_at - row.created_at).total_seconds():.2f} s")
     assert _answers(row)
-    answer = kvcache_limit_set(row, size="3G", actor="anna")
-    assert answer.status == "applied", answer
+    answer = kvcache_limit_set(row, size="3G", actor="anna", wait_s=60)
+    assert answer.status == "applied", (answer, stack.logs())
     assert (answer.effective_limit_bytes or 0) <= 3 * GIB
-    assert kvcache_trim(row, actor="anna").freed_bytes is not None
+    trimmed = kvcache_trim(row, actor="anna", wait_s=60)
+    assert trimmed.freed_bytes is not None, (trimmed, stack.logs())
     _until(lambda: _now(row).attempt.memory.get("baseline_bytes"), stack, 30)  # type: ignore[union-attr]
 
     second = _ready(stack, "b", gpu_uuids=row.gpu_uuids)
