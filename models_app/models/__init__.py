@@ -21,9 +21,11 @@ from models_app.models.model import (
     served_name_validator,
 )
 from models_app.models.operation import Operation
+from models_app.models.route import MAX_WEIGHT, RouteTarget, WeightedRoute
 
 __all__ = [
     "COLOUR_SLOTS",
+    "MAX_WEIGHT",
     "SERVED_NAME_RE",
     "ApiKey",
     "AuditEntry",
@@ -38,7 +40,9 @@ __all__ = [
     "ModelAlias",
     "Operation",
     "Preset",
+    "RouteTarget",
     "UsageRecord",
+    "WeightedRoute",
     "new_engine_token",
     "served_name_validator",
 ]

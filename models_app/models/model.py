@@ -61,6 +61,18 @@ class Model(models.Model):
     request_defaults = models.JSONField(default=dict, blank=True, help_text="Used when a request has none.")
     fallback = models.ForeignKey("self", null=True, blank=True, on_delete=models.SET_NULL, related_name="+")
     max_concurrency = models.PositiveIntegerField(null=True, blank=True)
+    prefix_affinity = models.BooleanField(
+        default=False, help_text="Prompts that begin alike go to the same replica, which has them cached."
+    )
+    first_byte_limit_s = models.PositiveIntegerField(
+        null=True, blank=True, help_text="How long an answer may take to begin; empty: the router's own limits."
+    )
+    idle_limit_s = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Longest silence within an answer; empty: the router's own limit."
+    )
+    demand_facts = models.JSONField(
+        default=dict, blank=True, editable=False, help_text="Why a request could not bring it up: code, reason, times."
+    )
     facts = models.JSONField(default=dict, blank=True, help_text="Architecture facts (engines.facts.ModelFacts).")
     spec_revision = models.PositiveIntegerField(default=1, help_text="Rises when an option of the engine changes.")
     deployed = models.BooleanField(
@@ -87,6 +99,9 @@ class ModelAlias(models.Model):
 
     name = models.CharField(max_length=128, unique=True, validators=[served_name_validator])
     model = models.ForeignKey(Model, on_delete=models.CASCADE, related_name="aliases")
+    request_defaults = models.JSONField(
+        default=dict, blank=True, help_text="Used when a request by this name has none; before the model's own."
+    )
 
     class Meta:
         ordering = ["name"]
