@@ -26,7 +26,6 @@ OLDEST_NODE = 18
 #: Where each front-end file lies in node_modules, and its name under static/vendor.
 VENDOR = {
     "@tabler/core/dist/css/tabler.min.css": "tabler.min.css",
-    "@tabler/core/dist/js/tabler.min.js": "tabler.min.js",
     "@tabler/icons-webfont/dist/tabler-icons.min.css": "tabler-icons.min.css",
     "@tabler/icons-webfont/dist/fonts/tabler-icons.woff2": "fonts/tabler-icons.woff2",
     "htmx.org/dist/htmx.min.js": "htmx.min.js",

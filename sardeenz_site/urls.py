@@ -23,6 +23,5 @@ urlpatterns = [
     # Before the admin's own: that login page has no limit.
     path("admin/login/", LoginView.as_view()),
     path("admin/", admin.site.urls),
-    path("", include("gpus_app.urls")),
     path("", include("models_app.urls")),
 ]
