@@ -205,8 +205,10 @@ def gpu_policy_set(
     reserve_bytes: int | None = None,
     rebalance: str | None = None,
     claims: Iterable[Claim] = (),
+    headroom_bytes: int = 0,
 ) -> GpuPolicy:
-    """Set what the controller may do on one GPU. ``claims``: what its instances are owed, gathered by the caller.
+    """Set what the controller may do on one GPU. ``claims`` and ``headroom_bytes``: what its instances are owed, and what
+    kvcached leaves free on it, gathered by the caller.
 
     Raises ImpossiblePolicy, with the numbers, when reserve, weights and guarantees exceed the card.
     """
@@ -215,7 +217,7 @@ def gpu_policy_set(
     with transaction.atomic():
         policy, _ = GpuPolicy.objects.select_for_update().get_or_create(gpu=gpu)
         if reserve_bytes is not None:
-            check_card(gpu.total_bytes, reserve_bytes=reserve_bytes, claims=claims)
+            check_card(gpu.total_bytes, reserve_bytes=reserve_bytes, headroom_bytes=headroom_bytes, claims=claims)
             policy.reserve_bytes = reserve_bytes
         if rebalance is not None:
             policy.rebalance = rebalance

@@ -8,6 +8,8 @@ from enum import IntEnum, StrEnum
 
 GIB = 1024**3
 MIB = 1024**2
+#: kvcached leaves this part of a card unmapped (KVCACHED_GPU_UTILIZATION, 0.95 by default).
+KVCACHED_HEADROOM = 0.05
 
 
 class StepKind(StrEnum):
@@ -53,7 +55,7 @@ class GpuView:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the card that no plan hands out."""
-        return max(self.reserve_bytes, self.kv_headroom_bytes)
+        return kept_bytes(self.reserve_bytes, self.kv_headroom_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,19 @@ class Plan:
     @property
     def expected_bytes(self) -> int:
         return sum(step.expected_bytes for step in self.steps)
+
+
+def kv_headroom_bytes(total_bytes: int, *, elastic: bool) -> int:
+    """Bytes at the top of a card that kvcached never maps; 0 where nobody there runs with it (``elastic`` False)."""
+    return int(total_bytes * KVCACHED_HEADROOM) if elastic else 0
+
+
+def kept_bytes(reserve_bytes: int, headroom_bytes: int) -> int:
+    """Bytes of a card that nobody is given: the larger of the reserve and kvcached's headroom.
+
+    Plans, placement and the rules of operators all take this off, so that what one says fits, the others do not refuse.
+    """
+    return max(reserve_bytes, headroom_bytes)
 
 
 def round_up(value: int, unit: int) -> int:

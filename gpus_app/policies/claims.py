@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpus_app.errors import ImpossiblePolicy
-from gpus_app.policies.base import gib
+from gpus_app.policies.base import gib, kept_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,13 @@ def check_claim(claim: Claim) -> None:
         )
 
 
-def check_card(total_bytes: int, *, reserve_bytes: int = 0, claims: Iterable[Claim] = ()) -> None:
-    """Raises ImpossiblePolicy when reserve, weights and guarantees together exceed the card."""
+def check_card(
+    total_bytes: int, *, reserve_bytes: int = 0, headroom_bytes: int = 0, claims: Iterable[Claim] = ()
+) -> None:
+    """Raises ImpossiblePolicy when what is kept, weights and guarantees together exceed the card.
+
+    ``headroom_bytes``: what kvcached leaves unmapped; the larger of it and the reserve is kept.
+    """
     if reserve_bytes < 0:
         raise ImpossiblePolicy("A reserve cannot be negative.")
     if reserve_bytes >= total_bytes:
@@ -49,13 +54,15 @@ def check_card(total_bytes: int, *, reserve_bytes: int = 0, claims: Iterable[Cla
     for claim in rows:
         check_claim(claim)
     owed = sum(claim.owed_bytes for claim in rows)
-    if owed + reserve_bytes > total_bytes:
+    kept = kept_bytes(reserve_bytes, headroom_bytes)
+    if owed + kept > total_bytes:
+        name = "kvcached's headroom" if headroom_bytes > reserve_bytes else "Reserve"
         parts = ", ".join(
             f"{claim.name} {gib(claim.baseline_bytes)} + {gib(claim.owed_bytes - claim.baseline_bytes)}"
             for claim in rows
         )
         raise ImpossiblePolicy(
-            f"Reserve {gib(reserve_bytes)} and what is owed to instances (weights + guarantee or floor: {parts}) "
-            f"make {gib(owed + reserve_bytes)}, {gib(owed + reserve_bytes - total_bytes)} more than the card's "
+            f"{name} {gib(kept)} and what is owed to instances (weights + guarantee or floor: {parts}) "
+            f"make {gib(owed + kept)}, {gib(owed + kept - total_bytes)} more than the card's "
             f"{gib(total_bytes)}."
         )

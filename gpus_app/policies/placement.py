@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gpus_app.policies.base import gib
+from gpus_app.policies.base import gib, kept_bytes
 
 
 class Strategy(StrEnum):
@@ -21,7 +21,8 @@ class GpuState:
     """One card as the placer sees it.
 
     ``free_measured_bytes`` is NVML's live figure (None: not read); ``ledger_free_bytes`` is what our own book leaves
-    (see ``ledger_free``), reserve and foreign memory already taken off. The worse of the two counts.
+    (see ``ledger_free``), what is kept and foreign memory already taken off. The worse of the two counts.
+    ``kv_headroom_bytes``: what kvcached leaves unmapped when an instance with it is here or comes.
     """
 
     uuid: str
@@ -32,6 +33,7 @@ class GpuState:
     free_measured_bytes: int | None
     ledger_free_bytes: int
     reserve_bytes: int = 0
+    kv_headroom_bytes: int = 0
     foreign_bytes: int = 0
     foreign_names: tuple[str, ...] = ()
     cordoned: bool = False
@@ -40,6 +42,11 @@ class GpuState:
     faulty: str = ""  # the reason, empty when it works
     starting: bool = False  # an instance is starting here: a further start waits for it
     instances: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the card that no newcomer gets: as ``GpuView.kept_bytes``."""
+        return kept_bytes(self.reserve_bytes, self.kv_headroom_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +91,11 @@ class Decision:
 
 
 def ledger_free(
-    total_bytes: int, holdings: Iterable[tuple[int, int]], *, reserve_bytes: int = 0, foreign_bytes: int = 0
+    total_bytes: int, holdings: Iterable[tuple[int, int]], *, kept_bytes: int = 0, foreign_bytes: int = 0
 ) -> int:
-    """What our book leaves: total − reserve − foreign − Σ max(reserved, resident) of ``holdings``; may be negative."""
+    """What our book leaves: total − kept − foreign − Σ max(reserved, resident) of ``holdings``; may be negative."""
     held = sum(max(reserved, resident) for reserved, resident in holdings)
-    return total_bytes - reserve_bytes - foreign_bytes - held
+    return total_bytes - kept_bytes - foreign_bytes - held
 
 
 def choose(gpus: Sequence[GpuState], request: Request) -> Decision:
@@ -146,10 +153,10 @@ def choose(gpus: Sequence[GpuState], request: Request) -> Decision:
 
 
 def available_bytes(gpu: GpuState) -> int:
-    """What a newcomer can count on: the worse of our ledger and the live reading, the reserve taken off both."""
+    """What a newcomer can count on: the worse of our ledger and the live reading, what is kept taken off both."""
     if gpu.free_measured_bytes is None:
         return gpu.ledger_free_bytes
-    return min(gpu.ledger_free_bytes, gpu.free_measured_bytes - gpu.reserve_bytes)
+    return min(gpu.ledger_free_bytes, gpu.free_measured_bytes - gpu.kept_bytes)
 
 
 def alike(gpus: Sequence[GpuState], request: Request) -> list[list[GpuState]]:
@@ -192,9 +199,11 @@ def _short(gpu: GpuState, request: Request) -> str:
     live = gpu.free_measured_bytes
     text = f"GPU {gpu.index} of {gpu.host} has {gib(max(have, 0))} to give of {gib(gpu.total_bytes)}"
     text += f"; {gib(request.need_bytes)} are needed, {gib(request.need_bytes - have)} more than that."
-    if live is not None and live - gpu.reserve_bytes > gpu.ledger_free_bytes:
+    if live is not None and live - gpu.kept_bytes > gpu.ledger_free_bytes:
         text += f" {gib(live)} are free at the moment, but promised to instances that run, start or sleep."
-    if gpu.reserve_bytes:
+    if gpu.kv_headroom_bytes > gpu.reserve_bytes:
+        text += f" {gib(gpu.kv_headroom_bytes)} are what kvcached leaves free of every card."
+    elif gpu.reserve_bytes:
         text += f" {gib(gpu.reserve_bytes)} are kept as reserve."
     if gpu.foreign_bytes > 0 and gpu.foreign_names:
         text += f" Others hold {gib(gpu.foreign_bytes)}: {', '.join(gpu.foreign_names[:3])}."

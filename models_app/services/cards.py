@@ -16,17 +16,15 @@ import redis
 
 from gpus_app import selectors as gpu_readings
 from gpus_app.models import Gpu, GpuPolicy
-from gpus_app.policies.base import GpuView, InstanceView
+from gpus_app.policies.base import GpuView, InstanceView, kv_headroom_bytes
 from models_app import broker
-from models_app.models import Instance, MemoryPolicy
+from models_app.models import Instance, MemoryPolicy, Model
 from models_app.services.placement import READING_LIMIT_S, claim_bytes, need_on
 from models_app.states import HAS_PROCESS, OCCUPIES_GPU, InstanceState, Stage
 
 log = logging.getLogger(__name__)
 S = InstanceState
 
-#: kvcached leaves this part of a card unmapped (KVCACHED_GPU_UTILIZATION, 0.95 by default).
-KVCACHED_HEADROOM = 0.05
 #: When each instance was last seen at work: field = id, value = epoch seconds.
 ACTIVE_KEY = "sardeenz:active"
 #: How many tokens it had made by then: what is over between two looks shows in nothing else.
@@ -83,8 +81,10 @@ def policy_of(gpu: Gpu) -> GpuPolicy:
     return saved or GpuPolicy(gpu=gpu)
 
 
-def cards(uuids: Iterable[str] | None = None, *, now: float | None = None) -> dict[str, Card]:
-    """The cards with these UUIDs (default: all), by UUID.
+def cards(
+    uuids: Iterable[str] | None = None, *, now: float | None = None, newcomer: Model | None = None
+) -> dict[str, Card]:
+    """The cards with these UUIDs (default: all), by UUID; ``newcomer``: a model that is to come to one of them.
 
     Two queries and a few calls to the broker for any number, and one query for each instance that is about to start.
     """
@@ -96,28 +96,33 @@ def cards(uuids: Iterable[str] | None = None, *, now: float | None = None) -> di
         Instance.objects.filter(state__in=OCCUPIES_GPU).select_related("model__memory_policy", "host", "attempt")
     )
     activity = _Activity(_activity_read(ACTIVE_KEY), _activity_read(TOKENS_KEY))
-    found = {gpu.uuid: _card(gpu, records.get(gpu.host.name), instances, activity, now) for gpu in gpus}
+    found = {gpu.uuid: _card(gpu, records.get(gpu.host.name), instances, activity, now, newcomer) for gpu in gpus}
     _activity_write(ACTIVE_KEY, activity.seen)
     _activity_write(TOKENS_KEY, activity.counted)
     return found
 
 
 def _card(
-    gpu: Gpu, record: Mapping[str, Any] | None, instances: list[Instance], activity: _Activity, now: float
+    gpu: Gpu,
+    record: Mapping[str, Any] | None,
+    instances: list[Instance],
+    activity: _Activity,
+    now: float,
+    newcomer: Model | None,
 ) -> Card:
     reading = next((one for one in (record or {}).get("gpus", ()) if one["uuid"] == gpu.uuid), None)
     fresh = bool(record and reading and record["age_s"] <= READING_LIMIT_S and not reading.get("error"))
     here = [row for row in instances if gpu.uuid in row.gpu_uuids]
     seen, left_over = _parts(here, (reading or {}).get("instances", ()) if fresh else ())
     policy = policy_of(gpu)
-    elastic = any(row.model.kvcached for row in here)
+    elastic = any(model.kvcached for model in (*(row.model for row in here), newcomer) if model)
     view = GpuView(
         uuid=gpu.uuid,
         total_bytes=gpu.total_bytes,
         reserve_bytes=policy.reserve_bytes,
         foreign_bytes=left_over + int(reading.get("other") or 0) if fresh and reading else 0,
         free_bytes=int(reading["free"]) if fresh and reading else None,
-        kv_headroom_bytes=int(gpu.total_bytes * KVCACHED_HEADROOM) if elastic else 0,
+        kv_headroom_bytes=kv_headroom_bytes(gpu.total_bytes, elastic=elastic),
         foreign_names=tuple(
             f"{one.get('name', '?')} (pid {one.get('pid')})" for one in (reading or {}).get("other_processes") or ()
         ),

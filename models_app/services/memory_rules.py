@@ -7,7 +7,7 @@ from typing import Any
 
 from gpus_app.errors import ImpossiblePolicy
 from gpus_app.models import Gpu, GpuPolicy
-from gpus_app.policies.base import gib
+from gpus_app.policies.base import gib, kept_bytes, kv_headroom_bytes
 from gpus_app.policies.claims import Claim, check_card, check_claim
 from gpus_app.services import gpu_policy_set
 from models_app.errors import InvalidInput
@@ -44,7 +44,12 @@ def gpu_policy_change(
     card = cards([gpu.uuid])[gpu.uuid]
     try:
         return gpu_policy_set(
-            gpu, actor=actor, reserve_bytes=reserve_bytes, rebalance=rebalance, claims=claims_on(card)
+            gpu,
+            actor=actor,
+            reserve_bytes=reserve_bytes,
+            rebalance=rebalance,
+            claims=claims_on(card),
+            headroom_bytes=card.view.kv_headroom_bytes,
         )
     except ImpossiblePolicy as exc:
         field = "rebalance" if reserve_bytes is None else "reserve_bytes"
@@ -91,7 +96,12 @@ def _on_cards(model: Model, wanted: Claim) -> str:
             continue
         try:
             claims = claims_on(card, changed=wanted, model=model)
-            check_card(card.gpu.total_bytes, reserve_bytes=card.policy.reserve_bytes, claims=claims)
+            check_card(
+                card.gpu.total_bytes,
+                reserve_bytes=card.policy.reserve_bytes,
+                headroom_bytes=card.view.kv_headroom_bytes,
+                claims=claims,
+            )
         except ImpossiblePolicy as exc:
             return f"On GPU {card.gpu.index} of {card.gpu.host.name}: {exc}"
     return ""
@@ -107,7 +117,8 @@ def _on_an_empty_card(model: Model, guarantee_bytes: int) -> str:
     best: tuple[int, int, int] | None = None
     for gpu in chosen:
         baseline = placement.need_on(model, gpu_name=gpu.name, gpu_total_bytes=gpu.total_bytes).baseline_bytes
-        left = gpu.total_bytes - policy_of(gpu).reserve_bytes - baseline
+        headroom = kv_headroom_bytes(gpu.total_bytes, elastic=model.kvcached)
+        left = gpu.total_bytes - kept_bytes(policy_of(gpu).reserve_bytes, headroom) - baseline
         if left >= guarantee_bytes:
             return ""
         best = max(best or (left, 0, 0), (left, baseline, gpu.total_bytes))

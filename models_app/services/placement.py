@@ -17,7 +17,7 @@ from typing import Any
 from gpus_app import selectors as gpu_readings
 from gpus_app.models import Gpu
 from gpus_app.policies import fit
-from gpus_app.policies.base import gib
+from gpus_app.policies.base import gib, kept_bytes, kv_headroom_bytes
 from gpus_app.policies.placement import Decision, GpuState, Rejection, Request, choose, ledger_free
 from models_app.models import Instance, MemoryProfile, Model, Operation
 from models_app.states import OCCUPIES_GPU, InstanceState
@@ -75,20 +75,24 @@ class Placement:
         }
 
 
-def gpu_states(*, without: int | None = None, room_for: int | None = None) -> list[GpuState]:
-    """Every card as the placer sees it; ``without``: an instance whose own claim is left out (it moves or restarts).
+def gpu_states(newcomer: Model, *, without: int | None = None) -> list[GpuState]:
+    """Every card as the placer sees it for a ``newcomer``; ``without``: an instance whose own claim is left out (it
+    moves, restarts or wakes).
 
-    Bytes for which room is being made are promised to their model (``room_for`` is its id), and to nobody else.
+    Bytes for which room is being made are promised to their model, and to nobody else. kvcached's headroom is kept
+    wherever an instance with it is, or would be: the same as in the view that ``make_room`` plans on.
     """
     gpus = list(Gpu.objects.select_related("host", "policy"))
     readings = _readings(gpus)
     held: dict[str, list[Instance]] = defaultdict(list)
-    occupying = Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without or 0).select_related("attempt")
+    occupying = (
+        Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without or 0).select_related("attempt", "model")
+    )
     for row in occupying:
         for uuid in row.gpu_uuids:
             held[uuid].append(row)
-    promised = _promised(room_for, {row.pk for row in occupying})
-    return [_state(gpu, readings.get(gpu.uuid), held[gpu.uuid], promised[gpu.uuid]) for gpu in gpus]
+    promised = _promised(newcomer.pk, {row.pk for row in occupying})
+    return [_state(gpu, readings.get(gpu.uuid), held[gpu.uuid], promised[gpu.uuid], newcomer) for gpu in gpus]
 
 
 def claim_bytes(row: Instance) -> int:
@@ -124,9 +128,13 @@ def _readings(gpus: Iterable[Gpu]) -> dict[str, dict[str, Any]]:
     return {gpu["uuid"]: gpu for record in records if record["age_s"] <= READING_LIMIT_S for gpu in record["gpus"]}
 
 
-def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance], promised: int) -> GpuState:
+def _state(
+    gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance], promised: int, newcomer: Model
+) -> GpuState:
     policy = getattr(gpu, "policy", None)
     reserve = policy.reserve_bytes if policy else 0
+    elastic = newcomer.kvcached or any(row.model.kvcached for row in rows)
+    headroom = kv_headroom_bytes(gpu.total_bytes, elastic=elastic)
     if reading is not None and reading.get("error"):
         reading = None
     seen = {} if reading is None else {row["id"]: row.get("resident") or 0 for row in reading.get("instances", ())}
@@ -142,10 +150,11 @@ def _state(gpu: Gpu, reading: Mapping[str, Any] | None, rows: Sequence[Instance]
         ledger_free_bytes=ledger_free(
             gpu.total_bytes,
             [(claim_bytes(row), seen.get(row.pk, 0)) for row in rows],
-            reserve_bytes=reserve + promised,
+            kept_bytes=kept_bytes(reserve, headroom) + promised,
             foreign_bytes=foreign,
         ),
         reserve_bytes=reserve,
+        kv_headroom_bytes=headroom,
         foreign_bytes=foreign,
         foreign_names=tuple(f"{row.get('name', '?')} (pid {row.get('pid')})" for row in processes),
         cordoned=gpu.cordoned,
@@ -265,7 +274,7 @@ def states_for(
     model: Model, *, without: int | None = None, unusable: Mapping[str, str] | None = None
 ) -> list[GpuState]:
     """The cards as a launch of this model sees them: with what was promised to it, without hosts that cannot run it."""
-    return [_barred(state, unusable or {}) for state in gpu_states(without=without, room_for=model.pk)]
+    return [_barred(state, unusable or {}) for state in gpu_states(model, without=without)]
 
 
 def _merit(placement: Placement) -> tuple[bool, int]:

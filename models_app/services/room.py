@@ -75,7 +75,7 @@ class Room:
 def room_judge(model: Model, *, wish: Wish | None = None) -> Room:
     """Fits now, fits after making room (with the plans), or does not fit (with the largest that would)."""
     wish = wish or Wish.of(model)
-    found = cards()
+    found = cards(newcomer=model)
     unusable = specs.unusable_hosts(model)
     states = placement.states_for(model, unusable=unusable)
     placed = placement.place(model, wish, unusable=unusable)

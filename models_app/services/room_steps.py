@@ -289,7 +289,7 @@ def _waive(operation: Operation) -> None:
 def _more(operation: Operation, model: Model, need_bytes: int) -> list[dict[str, Any]]:
     """A second plan, from what is now; empty when there is none."""
     rules = getattr(model, "memory_policy", None) or MemoryPolicy(model=model)
-    found = cards(operation.facts["gpu_uuids"])
+    found = cards(operation.facts["gpu_uuids"], newcomer=model)
     more: list[dict[str, Any]] = []
     for card in found.values():
         plan = make_room(card.view, card.rows, need_bytes, time.time(), priority=rules.priority)

@@ -8,6 +8,7 @@ from django.conf import settings
 from django.db import transaction
 
 from gpus_app.policies.base import gib
+from gpus_app.policies.placement import available_bytes
 from models_app import broker, dispatch, transitions
 from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import Instance, InstanceQuerySet
@@ -82,11 +83,11 @@ def room_to_wake(row: Instance) -> str:
 
     What the sleeper still holds is in the reading already, so only the rest of its reservation has to be free.
     """
-    for state in gpu_states(without=row.pk):
+    for state in gpu_states(row.model, without=row.pk):
         if state.uuid not in row.gpu_uuids or state.free_measured_bytes is None:
             continue
         missing = row.reserved_bytes - asleep_bytes(row)
-        have = min(state.free_measured_bytes - state.reserve_bytes, state.ledger_free_bytes)
+        have = available_bytes(state)
         if have < missing:
             return (
                 f"GPU {state.index} of {state.host} has {gib(max(have, 0))} to give, waking needs {gib(missing)}. "

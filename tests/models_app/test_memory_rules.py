@@ -64,7 +64,7 @@ def test_guarantees_of_neighbours_count_where_the_model_runs(gpu: Gpu, readings:
     with pytest.raises(InvalidInput) as caught:
         model_update(rows[1].model, actor="anna", guarantee_bytes=31 * GIB)
     assert "guarantee_bytes" in caught.value.message
-    assert "1.0 GiB more than the card's 80.0 GiB" in caught.value.message
+    assert "5.0 GiB more than the card's 80.0 GiB" in caught.value.message
     model_update(rows[1].model, actor="anna", guarantee_bytes=30 * GIB)
     assert MemoryPolicy.objects.get(model=rows[1].model).guarantee_bytes == 30 * GIB
 

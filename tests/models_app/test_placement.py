@@ -11,13 +11,20 @@ from redis import Redis
 
 from gpus_app.broker import LATEST_EXPIRES_S, host_latest_key
 from gpus_app.models import Gpu, GpuPolicy, Host
-from models_app.models import MemoryProfile
+from gpus_app.policies.make_room import make_room
+from gpus_app.policies.placement import available_bytes
+from models_app.models import MemoryProfile, Model
+from models_app.services.cards import cards
 from models_app.services.placement import Wish, gpu_states, need_on, place, profile_key, refusal
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model, make_record
 
 S = InstanceState
 pytestmark = pytest.mark.django_db
+
+NEWCOMER = Model(served_model_name="newcomer")
+#: What kvcached leaves free of a card of 80 GiB.
+HEADROOM = 4 * GIB
 
 
 @pytest.fixture
@@ -40,15 +47,15 @@ def _uuids(host: Host) -> list[str]:
 
 def test_scheduled_instance_holds_its_reservation(host: Host) -> None:
     make_instance(state=S.SCHEDULED, reserved_bytes=30 * GIB)
-    first, second = gpu_states()
-    assert first.ledger_free_bytes == 50 * GIB
-    assert second.ledger_free_bytes == 80 * GIB
+    first, second = gpu_states(NEWCOMER)
+    assert first.ledger_free_bytes == 50 * GIB - HEADROOM
+    assert second.ledger_free_bytes == 80 * GIB - HEADROOM
 
 
 @pytest.mark.parametrize("state", [S.PENDING, S.STOPPED, S.FAILED])
 def test_instance_without_a_place_holds_nothing(host: Host, state: InstanceState) -> None:
     make_instance(state=state, reserved_bytes=30 * GIB)
-    assert gpu_states()[0].ledger_free_bytes == 80 * GIB
+    assert gpu_states(NEWCOMER)[0].ledger_free_bytes == 80 * GIB - HEADROOM
 
 
 def test_running_instance_holds_what_it_really_has_when_that_is_more(host: Host, valkey: str) -> None:
@@ -57,8 +64,8 @@ def test_running_instance_holds_what_it_really_has_when_that_is_more(host: Host,
     record["gpus"][0]["instances"][0]["resident"] = 60 * GIB
     record["gpus"][0]["other"] = 0
     _tell(valkey, record)
-    state = gpu_states()[0]
-    assert state.ledger_free_bytes == 20 * GIB
+    state = gpu_states(NEWCOMER)[0]
+    assert state.ledger_free_bytes == 20 * GIB - HEADROOM
     assert state.free_measured_bytes == 20 * GIB
 
 
@@ -77,12 +84,41 @@ def test_old_reading_is_not_believed(host: Host, valkey: str) -> None:
     record = make_record(host, used={_uuids(host)[0]: 70 * GIB})
     record["t"] = time.time() - 60
     _tell(valkey, record)
-    assert gpu_states()[0].free_measured_bytes is None
+    assert gpu_states(NEWCOMER)[0].free_measured_bytes is None
 
 
 def test_reserve_is_not_handed_out(host: Host) -> None:
     GpuPolicy.objects.filter(gpu__host=host).update(reserve_bytes=10 * GIB)
-    assert gpu_states()[0].ledger_free_bytes == 70 * GIB
+    assert gpu_states(NEWCOMER)[0].ledger_free_bytes == 70 * GIB
+
+
+def test_headroom_of_kvcached_is_kept_only_where_it_is_used(host: Host) -> None:
+    fixed = Model(served_model_name="fixed", kvcached=False)
+    make_instance(state=S.SCHEDULED, reserved_bytes=0, gpus=[Gpu.objects.get(uuid=_uuids(host)[1])])
+    assert [state.kept_bytes for state in gpu_states(fixed)] == [0, HEADROOM]
+    assert [state.kept_bytes for state in gpu_states(NEWCOMER)] == [HEADROOM, HEADROOM]
+
+
+def test_reserve_and_headroom_are_the_same_bytes(host: Host) -> None:
+    GpuPolicy.objects.filter(gpu__host=host).update(reserve_bytes=3 * GIB)
+    assert gpu_states(NEWCOMER)[0].ledger_free_bytes == 80 * GIB - HEADROOM
+    GpuPolicy.objects.filter(gpu__host=host).update(reserve_bytes=9 * GIB)
+    assert gpu_states(NEWCOMER)[0].ledger_free_bytes == 71 * GIB
+
+
+def test_placement_and_plan_draw_the_same_line(host: Host, valkey: str) -> None:
+    """To the byte: what placement takes, make_room has nothing to do for; one byte more, and both see it."""
+    row = make_instance(reserved_bytes=40 * GIB, state=S.SCHEDULED)
+    record = make_record(host, used={_uuids(host)[0]: 0})
+    _tell(valkey, record)
+    model = make_model()
+    uuid = _uuids(host)[0]
+    state = next(one for one in gpu_states(model) if one.uuid == uuid)
+    card = cards([uuid], newcomer=model)[uuid]
+    most = available_bytes(state)
+    assert most == 80 * GIB - row.reserved_bytes - HEADROOM
+    assert make_room(card.view, card.rows, most, time.time()).steps == ()
+    assert not make_room(card.view, card.rows, most + 1, time.time()).feasible
 
 
 def test_second_launch_goes_to_the_other_of_two_equal_cards(host: Host) -> None:
@@ -105,7 +141,7 @@ def test_need_that_no_card_has_free_is_refused_with_numbers(host: Host) -> None:
     found = place(make_model(facts={"weights_bytes": 20 * GIB}), Wish())
     assert not found.decision.gpus
     assert "GiB" in refusal(found)
-    assert found.facts["largest_bytes"] == 10 * GIB
+    assert found.facts["largest_bytes"] == 10 * GIB - HEADROOM
     assert {row["code"] for row in found.facts["gpus"]} == {"short"}
 
 
@@ -175,4 +211,4 @@ def test_states_cost_the_same_queries_for_many_cards(valkey: str, django_assert_
         for gpu in gpus:
             make_instance(host=host, gpus=[gpu])
     with django_assert_max_num_queries(8):
-        assert len(gpu_states()) == 16
+        assert len(gpu_states(NEWCOMER)) == 16

@@ -265,11 +265,12 @@ def test_promise_ends_where_the_reservation_begins(
     full: Instance, readings: Readings, newcomer: Model, gpu: Gpu
 ) -> None:
     operation = room_make(newcomer, actor="anna")
+    other = make_model(served_model_name="other")
     row = make_instance(model=newcomer, gpus=[gpu], state=S.SCHEDULED, reserved_bytes=operation.facts["need_bytes"])
-    before = placement.gpu_states()[0].ledger_free_bytes
+    before = placement.gpu_states(other)[0].ledger_free_bytes
     operation.steps[-1] |= {"instance_id": row.pk, "state": "running"}
     operation.save()
-    assert placement.gpu_states()[0].ledger_free_bytes == before + operation.facts["need_bytes"]
+    assert placement.gpu_states(other)[0].ledger_free_bytes == before + operation.facts["need_bytes"]
 
 
 def test_two_plans_on_one_card_are_refused(full: Instance, readings: Readings, newcomer: Model, gpu: Gpu) -> None:

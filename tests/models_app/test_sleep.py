@@ -74,7 +74,7 @@ def test_waking_needs_room_and_says_how_much(sent: list[Any], valkey: str) -> No
     assert _now(row).desired_state == DesiredState.SLEEPING
     make = _now(row).attempt
     assert make is not None
-    make.memory = {"asleep_bytes": 12 * GIB}
+    make.memory = {"asleep_bytes": 14 * GIB}
     make.save()
     assert instance_wake(row, actor="anna").desired_state == DesiredState.RUNNING, "what it holds already is not needed"
 

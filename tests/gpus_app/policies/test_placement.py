@@ -88,7 +88,7 @@ def test_without_a_reading_the_ledger_decides() -> None:
 
 
 def test_the_ledger_takes_the_larger_of_promise_and_use() -> None:
-    assert ledger_free(80, [(10, 30), (20, 5)], reserve_bytes=4, foreign_bytes=6) == 80 - 4 - 6 - 30 - 20
+    assert ledger_free(80, [(10, 30), (20, 5)], kept_bytes=4, foreign_bytes=6) == 80 - 4 - 6 - 30 - 20
 
 
 def test_a_program_that_fills_the_card_is_named() -> None:
