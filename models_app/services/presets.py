@@ -26,7 +26,8 @@ FIELDS = (
     "source", "model", "hf_revision", "max_model_len", "dtype", "quantization", "tensor_parallel_size",
     "enforce_eager", "enable_sleep_mode", "enable_prefix_caching", "kvcached", "kv_layout", "extra_args",
     "load_format", "replicas", "gpu_uuids", "initial_limit_bytes", "restart_policy", "on_demand", "pinned",
-    "idle_sleep_after_s", "sleep_level", "request_defaults", "max_concurrency",
+    "idle_sleep_after_s", "sleep_level", "request_defaults", "max_concurrency", "prefix_affinity",
+    "first_byte_limit_s", "idle_limit_s",
 )  # fmt: skip
 RULES = ("guarantee_bytes", "maximum_bytes", "priority", "idle_shrink_after_s", "reclaim")
 
@@ -38,6 +39,7 @@ def entry_of(model: Model) -> dict[str, Any]:
     return {
         "served_model_name": model.served_model_name,
         "aliases": sorted(alias.name for alias in model.aliases.all()),
+        "alias_defaults": model.alias_defaults,
         "host": model.host.name if model.host else None,
         "fallback": model.fallback.served_model_name if model.fallback else None,
         "asleep": bool(live) and all(row.desired_state == DesiredState.SLEEPING for row in live),
@@ -106,11 +108,12 @@ def _act(entry: Mapping[str, Any], model: Model) -> tuple[str, dict[str, Any]]:
     live = [row for row in model.instances.all() if row.is_live]
     if not model.deployed or not live:
         return "start", fields
+    also = {"asleep": asleep} if asleep else {}
     if fields:
-        return "change", fields
+        return "change", fields | also
     if older := [row for row in live if row.state in REPLACEABLE and row.spec_revision != model.spec_revision]:
         revisions = {"from": older[0].spec_revision, "to": model.spec_revision}
-        return "change", {"running options": revisions}
+        return "change", {"running options": revisions} | also
     if asleep:
         return "sleep" if entry["asleep"] else "wake", {}
     return "kept", {}
@@ -217,14 +220,14 @@ def _act_on(operation: Operation, step: dict[str, Any]) -> None:
             instance_sleep(row, actor=actor)
     elif step["kind"] == "wake":
         for row in Instance.objects.live().filter(model=model, state=InstanceState.SLEEPING):
-            instance_wake(row, actor=actor)
+            _wake_up(step, row, actor)
     else:
         if model is None:
             model = model_create(actor=actor, allow_risky=True, **{"served_model_name": name, **entry})
         else:
             model = model_update(model, actor=actor, allow_risky=True, **entry)
         if step["kind"] == "change":
-            _roll(step, model, actor)
+            _roll(operation, step, model)
         else:
             model_launch(model, actor=actor)
 
@@ -246,11 +249,13 @@ def _stale(model: Model) -> bool:
     return rows.exclude(spec_revision=model.spec_revision).exists()
 
 
-def _roll(step: dict[str, Any], model: Model, actor: str) -> None:
+def _roll(operation: Operation, step: dict[str, Any], model: Model) -> None:
+    """Renew what runs older options. A sleeper that the preset wants awake gets a successor that stays awake."""
     if not _stale(model):
         return
     running = Operation.objects.filter(kind=REPLACE, model=model, state__in=OPEN).first()
-    step["operation"] = (running or model_roll(model, actor=actor)).pk
+    entry = operation.facts["entries"].get(step["name"], {})
+    step["operation"] = (running or model_roll(model, actor=operation.created_by, awake=not entry.get("asleep"))).pk
 
 
 def _look(operation: Operation, step: dict[str, Any]) -> None:
@@ -274,10 +279,13 @@ def _is_done(operation: Operation, step: dict[str, Any]) -> bool:
     live = [row for row in rows if row.is_live]
     if step["kind"] == "stop":
         return not live
-    if _roll_failed(step, model, operation.created_by):
+    if _roll_failed(operation, step, model):
         return False
     entry = operation.facts["entries"].get(step["name"], {})
     wanted = int(entry.get("replicas") or 1)
+    if not entry.get("asleep"):
+        for row in live:
+            _wake_up(step, row, operation.created_by)
     if overruled := _overruled(model, rows, entry, wanted):
         step |= {"state": "failed", "message": overruled}
         return False
@@ -305,22 +313,38 @@ def _overruled(model: Model, rows: list[Instance], entry: Mapping[str, Any], wan
     newest = selectors.newest_by_replica(rows).values()
     if any(row.desired_state == DesiredState.STOPPED and row.replica_index < wanted for row in newest):
         return "One of its instances was stopped meanwhile."
-    if not entry.get("asleep") and any(row.desired_state == DesiredState.SLEEPING for row in newest):
-        return "It sleeps, and the preset wants it awake."
+    if not entry.get("asleep"):
+        sleeper = next((row for row in newest if row.desired_state == DesiredState.SLEEPING), None)
+        if sleeper is not None:
+            why = sleeper.reason if sleeper.state == InstanceState.SLEEPING else ""
+            return f"It sleeps, and the preset wants it awake. {why}".strip()
     return ""
 
 
-def _roll_failed(step: dict[str, Any], model: Model, actor: str) -> bool:
+def _roll_failed(operation: Operation, step: dict[str, Any], model: Model) -> bool:
     """Whether a change's renewal ended with something still on the old options; one that is due yet is begun."""
     if step["kind"] != "change" or not _stale(model):
         return False
     begun = Operation.objects.filter(pk=step.get("operation") or 0).first()
     if begun is None:
-        _roll(step, model, actor)  # what was starting with the old options has become ready
+        _roll(operation, step, model)  # what was starting with the old options has become ready
     elif not begun.is_open:
         step |= {"state": "failed", "message": begun.message or "The renewal was cancelled."}
         return True
     return False
+
+
+def _wake_up(step: dict[str, Any], row: Instance, actor: str) -> None:
+    """Asked once: one that was put to sleep again, or whose waking failed, ends this step with its reason.
+
+    A sleeper with older options than those saved is left to its renewal.
+    """
+    asleep = row.state == InstanceState.SLEEPING and row.desired_state == DesiredState.SLEEPING
+    if not asleep or row.pk in step.get("woken", ()) or row.spec_revision != row.model.spec_revision:
+        return
+    step["woken"] = [*step.get("woken", ()), row.pk]
+    instance_wake(row, actor=actor)
+    row.refresh_from_db()
 
 
 def _fall_asleep(step: dict[str, Any], row: Instance, actor: str) -> None:

@@ -48,8 +48,8 @@ def instance_move(
     return _replace(instance.model, [instance], wish, title=f"Move {instance.model}", actor=actor)
 
 
-def model_roll(model: Model, *, actor: str) -> Operation:
-    """Bring every instance of the model to its saved options, one after another.
+def model_roll(model: Model, *, actor: str, awake: bool = False) -> Operation:
+    """Bring every instance of the model to its saved options, one after another. ``awake``: sleepers wake with that.
 
     Raises Conflict when all run them already.
     """
@@ -60,10 +60,12 @@ def model_roll(model: Model, *, actor: str) -> Operation:
     ]
     if not rows:
         raise Conflict(f"Every running instance of {model} has its saved options.")
-    return _replace(model, rows, None, title=f"Apply the options of {model}", actor=actor)
+    return _replace(model, rows, None, title=f"Apply the options of {model}", actor=actor, awake=awake)
 
 
-def _replace(model: Model, rows: Iterable[Instance], wish: Wish | None, *, title: str, actor: str) -> Operation:
+def _replace(
+    model: Model, rows: Iterable[Instance], wish: Wish | None, *, title: str, actor: str, awake: bool = False
+) -> Operation:
     rows = list(rows)
     broker.require()
     for row in rows:
@@ -81,7 +83,8 @@ def _replace(model: Model, rows: Iterable[Instance], wish: Wish | None, *, title
                 "instance_id": row.pk,
                 "name": str(row),
                 "state": "waiting",
-                "asleep": row.desired_state == DesiredState.SLEEPING,
+                "asleep": not awake and row.desired_state == DesiredState.SLEEPING,
+                "awake": awake,
                 "reason": "Starts beside the old one; that one drains when the new one is ready.",
             }
             for row in rows
@@ -208,7 +211,7 @@ def _starting(operation: Operation, step: dict[str, Any], old: Instance | None, 
     if new.state != S.READY:
         step["message"] = f"The successor: {new.stage if new.state == S.STARTING else new.state}."
         return ""
-    if old is not None and old.is_live:  # it may have been woken, or put to sleep, since
+    if old is not None and old.is_live and not step.get("awake"):  # it may have been woken, or put to sleep, since
         step["asleep"] = old.desired_state == DesiredState.SLEEPING
     if step["asleep"]:
         return _put_to_sleep(operation, step, new)

@@ -336,3 +336,59 @@ def test_cancelled_preset_begins_nothing_more() -> None:
     _look(operation)
     assert (operation.state, operation.steps[0]["state"]) == ("cancelled", "skipped")
     assert [row.state for row in _rows("b")] == [S.READY]
+
+
+def _changed_sleeper() -> Preset:
+    """A preset that wants the model awake with a longer context; it sleeps with a shorter one."""
+    _running("a", enable_sleep_mode=True, max_model_len=8192)
+    preset = preset_save("one", actor="anna")
+    row = _rows("a")[0]
+    model_update(row.model, actor="anna", max_model_len=4096)
+    _set("a", S.SLEEPING, desired_state="sleeping")
+    return preset
+
+
+def test_changed_sleeper_that_shall_be_awake_wakes_with_the_changed_options() -> None:
+    preset = _changed_sleeper()
+    (line,) = preset_diff(preset)
+    assert line["act"] == "change"
+    assert line["fields"]["asleep"] == {"from": True, "to": False}
+    assert line["fields"]["max_model_len"] == {"from": 4096, "to": 8192}
+    operation = _look(preset_apply(preset, actor="anna"))
+    renewal = Operation.objects.get(kind="replace")
+    _look(renewal)
+    old, new = Instance.objects.order_by("pk")
+    assert old.state == S.SLEEPING  # it is not woken with the options that it should not have
+    Instance.objects.filter(pk=new.pk).update(state=S.READY, host=old.host, spec_revision=new.model.spec_revision)
+    _look(renewal, 2)
+    new.refresh_from_db()
+    assert (new.state, new.desired_state) == (S.READY, DesiredState.RUNNING)
+    Instance.objects.filter(pk=old.pk).update(state=S.STOPPED)
+    _look(renewal, 2)
+    _look(operation, 2)
+    assert (renewal.state, operation.state) == ("succeeded", "succeeded")
+
+
+def test_sleeper_whose_rules_alone_change_wakes_as_it_is() -> None:
+    _running("a", enable_sleep_mode=True)
+    preset = preset_save("one", actor="anna")
+    row = _rows("a")[0]
+    model_update(row.model, actor="anna", priority=7)
+    _set("a", S.SLEEPING, desired_state="sleeping")
+    operation = _look(preset_apply(preset, actor="anna"), 2)
+    assert not Operation.objects.filter(kind="replace").exists()
+    assert _rows("a")[0].desired_state == DesiredState.RUNNING
+    _set("a", S.READY)
+    assert _look(operation).state == "succeeded"
+
+
+def test_sleeper_that_cannot_be_woken_ends_its_step_with_the_reason() -> None:
+    _running("a", enable_sleep_mode=True)
+    preset = preset_save("one", actor="anna")
+    row = _rows("a")[0]
+    model_update(row.model, actor="anna", priority=7)
+    _set("a", S.SLEEPING, desired_state="sleeping")
+    operation = _look(preset_apply(preset, actor="anna"), 2)
+    _set("a", S.SLEEPING, desired_state="sleeping", reason="Still asleep: waking failed.")
+    _look(operation)
+    assert operation.steps[0]["message"] == "It sleeps, and the preset wants it awake. Still asleep: waking failed."
