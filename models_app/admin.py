@@ -23,22 +23,27 @@ from models_app.models import (
     ModelAlias,
     Operation,
     Preset,
+    RouteTarget,
     UsageRecord,
+    UsageSender,
+    WeightedRoute,
 )
 from models_app.services.keys import api_key_revoke
 from models_app.services.kvcache import kvcache_trim
 from models_app.services.launch import instance_restart, model_launch
 from models_app.services.models import model_delete
 from models_app.services.operations import operation_cancel
+from models_app.services.routes import route_delete
 from models_app.services.sleep import instance_sleep, instance_wake
 from models_app.services.stop import instance_stop
 
 if TYPE_CHECKING:
     Base = admin.ModelAdmin[Any]
     InlineBase = admin.TabularInline[ModelAlias, Model]
+    TargetInlineBase = admin.TabularInline[RouteTarget, WeightedRoute]
 else:  # generic for the type checker only
     Base = admin.ModelAdmin
-    InlineBase = admin.TabularInline
+    InlineBase = TargetInlineBase = admin.TabularInline
 
 
 def each(self: Base, request: HttpRequest, rows: QuerySet[Any], work: Callable[[Any, str], object]) -> None:
@@ -109,6 +114,32 @@ class ModelAliasAdmin(ReadOnlyAdmin):
     list_display = ("name", "model")
     list_select_related = ("model",)
     search_fields = ("name",)
+
+
+class TargetInline(TargetInlineBase):
+    model = RouteTarget
+    extra = 0
+    can_delete = False
+
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+@admin.register(WeightedRoute)
+class WeightedRouteAdmin(ReadOnlyAdmin):
+    """Made and changed on the Routes page, where names and weights are judged first."""
+
+    list_display = ("name", "created_by", "updated_at")
+    search_fields = ("name", "targets__model__served_model_name")
+    inlines = (TargetInline,)
+    actions = ("delete_routes",)
+
+    @admin.action(description="Delete (its models stay)")
+    def delete_routes(self, request: HttpRequest, queryset: QuerySet[WeightedRoute]) -> None:
+        each(self, request, queryset, lambda row, actor: route_delete(row, actor=actor))
 
 
 @admin.register(MemoryPolicy)
@@ -203,7 +234,7 @@ class ApiKeyAdmin(ReadOnlyAdmin):
     list_display = ("name", "prefix", "role", "expires_at", "revoked_at", "last_used_at", "created_by")
     list_filter = ("role",)
     search_fields = ("name", "prefix")
-    exclude = ("digest",)
+    exclude = ("digest", "previous_digest")
     actions = ("revoke",)
 
     @admin.action(description="Revoke")
@@ -225,6 +256,12 @@ class UsageRecordAdmin(ReadOnlyAdmin):
     list_display = ("day", "key_name", "served_model_name", "requests", "errors", "prompt_tokens", "completion_tokens")
     list_filter = ("day",)
     search_fields = ("key_name", "served_model_name")
+
+
+@admin.register(UsageSender)
+class UsageSenderAdmin(ReadOnlyAdmin):
+    list_display = ("sender", "sequence", "at")
+    search_fields = ("sender",)
 
 
 @admin.register(IdempotencyRecord)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,30 @@ def _route(model: Model, instances: list[Instance]) -> dict[str, Any]:
     }
 
 
+def _key(key: ApiKey, now: datetime) -> list[dict[str, Any]]:
+    """A key by the digest of its secret, and once more by that of the secret before while its grace lasts.
+
+    Both have the same id, so limits and usage are one.
+    """
+    entry = {
+        "id": key.pk,
+        "name": key.name,
+        "digest": key.digest,
+        "role": key.role,
+        "models": [model.served_model_name for model in key.allowed_models.all()] or None,
+        "expires_at": key.expires_at.timestamp() if key.expires_at else None,
+        "rpm": key.requests_per_minute,
+        "tpm": key.tokens_per_minute,
+        "max_concurrency": key.max_concurrency,
+        "priority": key.priority,
+        "capture_until": key.capture_until.timestamp() if key.capture_until and key.capture_until > now else None,
+    }
+    if key.previous_digest is None or key.previous_until is None or key.previous_until <= now:
+        return [entry]
+    ends = min(key.previous_until, key.expires_at or key.previous_until)
+    return [entry, entry | {"digest": key.previous_digest, "expires_at": ends.timestamp()}]
+
+
 def routes_snapshot() -> dict[str, Any]:
     """What the router needs: names, ready instances with their tokens, keys by digest. Five queries.
 
@@ -109,29 +134,12 @@ def routes_snapshot() -> dict[str, Any]:
         by_model[row.model_id].append(row)
     models = Model.objects.select_related("fallback").prefetch_related("aliases")
     now = timezone.now()
-    keys = (
-        ApiKey.objects.filter(revoked_at=None)
-        .filter(Q(expires_at=None) | Q(expires_at__gt=now))
-        .prefetch_related("allowed_models")
-    )
+    keys = ApiKey.objects.valid(now).prefetch_related("allowed_models")
     return {
         "version": 0,
         "at": time.time(),
         "models": [_route(model, by_model[model.pk]) for model in models],
-        "keys": [
-            {
-                "id": key.pk,
-                "name": key.name,
-                "digest": key.digest,
-                "role": key.role,
-                "models": [model.served_model_name for model in key.allowed_models.all()] or None,
-                "expires_at": key.expires_at.timestamp() if key.expires_at else None,
-                "rpm": key.requests_per_minute,
-                "tpm": key.tokens_per_minute,
-                "max_concurrency": key.max_concurrency,
-            }
-            for key in keys
-        ],
+        "keys": [entry for key in keys for entry in _key(key, now)],
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models_app.models.access import ApiKey, AuditEntry, IdempotencyRecord, UsageRecord
+from models_app.models.access import ApiKey, AuditEntry, IdempotencyRecord, UsageRecord, UsageSender
 from models_app.models.instance import (
     COLOUR_SLOTS,
     Instance,
@@ -42,6 +42,7 @@ __all__ = [
     "Preset",
     "RouteTarget",
     "UsageRecord",
+    "UsageSender",
     "WeightedRoute",
     "new_engine_token",
     "served_name_validator",

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
+from django.core.validators import MaxValueValidator
 from django.db import models
+from django.db.models import Q
 from django.utils import timezone
 
 from models_app.models.model import Model
 
 
+class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
+    def valid(self, now: datetime) -> ApiKeyQuerySet:
+        """Neither revoked nor expired at ``now``."""
+        return self.filter(Q(expires_at=None) | Q(expires_at__gt=now), revoked_at=None)
+
+
 class ApiKey(models.Model):
-    """A bearer key for REST and /v1. Only its SHA-256 is stored; the key itself is shown once."""
+    """A bearer key for REST and /v1. Only its SHA-256 is stored; the key itself is shown once.
+
+    After a rotation the secret before goes on until ``previous_until``. What it asks is captured until
+    ``capture_until``; ``may_capture`` lets a key of an admin switch that on and read what was captured.
+    """
 
     class Role(models.TextChoices):
         VIEWER = "viewer"
@@ -24,14 +38,26 @@ class ApiKey(models.Model):
     requests_per_minute = models.PositiveIntegerField(null=True, blank=True)
     tokens_per_minute = models.PositiveIntegerField(null=True, blank=True)
     max_concurrency = models.PositiveIntegerField(null=True, blank=True)
+    priority = models.PositiveSmallIntegerField(
+        default=50, validators=[MaxValueValidator(100)], help_text="Who waits for a model is served highest first."
+    )
+    previous_prefix = models.CharField(max_length=16, blank=True)
+    previous_digest = models.CharField(max_length=64, unique=True, null=True, blank=True)
+    previous_until = models.DateTimeField(null=True, blank=True, help_text="Until when the secret before works.")
+    rotated_at = models.DateTimeField(null=True, blank=True)
+    may_capture = models.BooleanField(default=False, help_text="May switch capture on and read what was captured.")
+    capture_until = models.DateTimeField(null=True, blank=True, help_text="Requests are captured until then.")
     expires_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True)
     last_used_at = models.DateTimeField(null=True, blank=True)
     created_by = models.CharField(max_length=150, blank=True)
     created_at = models.DateTimeField(auto_now_add=True)
 
+    objects = ApiKeyQuerySet.as_manager()
+
     class Meta:
         ordering = ["name"]
+        permissions = [("capture_prompts", "Can capture the requests of a key and read them")]
 
     def __str__(self) -> str:
         return self.name
@@ -39,6 +65,15 @@ class ApiKey(models.Model):
     @property
     def is_valid(self) -> bool:
         return self.revoked_at is None and (self.expires_at is None or self.expires_at > timezone.now())
+
+    @property
+    def in_grace(self) -> bool:
+        """Whether the secret from before the last rotation still works."""
+        return self.previous_until is not None and self.previous_until > timezone.now()
+
+    @property
+    def is_captured(self) -> bool:
+        return self.capture_until is not None and self.capture_until > timezone.now()
 
 
 class IdempotencyRecord(models.Model):
@@ -80,6 +115,17 @@ class UsageRecord(models.Model):
 
     def __str__(self) -> str:
         return f"{self.day} {self.key_name} {self.served_model_name}"
+
+
+class UsageSender(models.Model):
+    """A router process that sends usage, and the last batch of it that was added to the rows: none counts twice."""
+
+    sender = models.CharField(max_length=64, unique=True)
+    sequence = models.BigIntegerField()
+    at = models.DateTimeField(default=timezone.now)
+
+    def __str__(self) -> str:
+        return f"{self.sender} {self.sequence}"
 
 
 class AuditEntry(models.Model):
