@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from django.conf import settings
 from django.db import transaction
 
 from gpus_app.policies import fit
@@ -97,6 +98,7 @@ def room_judge(model: Model, *, wish: Wish | None = None) -> Room:
         time.time(),
         facts=placement.launch_facts(model),
         priority=rules.priority,
+        minimum_residence_s=settings.RESIDENCE_S,
     )
     return Room(judgement, placed.need, found)
 

@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from django.conf import settings
 from django.utils import timezone
 
 from gpus_app.policies.base import Plan, StepKind, gib
@@ -292,7 +293,14 @@ def _more(operation: Operation, model: Model, need_bytes: int) -> list[dict[str,
     found = cards(operation.facts["gpu_uuids"], newcomer=model)
     more: list[dict[str, Any]] = []
     for card in found.values():
-        plan = make_room(card.view, card.rows, need_bytes, time.time(), priority=rules.priority)
+        plan = make_room(
+            card.view,
+            card.rows,
+            need_bytes,
+            time.time(),
+            priority=rules.priority,
+            minimum_residence_s=settings.RESIDENCE_S,
+        )
         if not card.fresh or not plan.feasible:
             return []
         more += steps_json(plan, card)

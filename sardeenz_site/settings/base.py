@@ -51,6 +51,7 @@ STOP_LIMIT_S = env_float("SARDEENZ_STOP_LIMIT_S", 30.0, minimum=1.0)
 MEMORY_BACK_LIMIT_S = env_float("SARDEENZ_MEMORY_BACK_LIMIT_S", 15.0)
 CONTROL_CALL_LIMIT_S = env_float("SARDEENZ_CONTROL_CALL_LIMIT_S", 10.0, minimum=0.5)
 PLACE_LIMIT_S = env_float("SARDEENZ_PLACE_LIMIT_S", 300.0, minimum=1.0)  # pending with no room, until it fails
+RESIDENCE_S = env_float("SARDEENZ_RESIDENCE_S", 60.0)  # ready for less: no victim for a newcomer
 START_GRACE_S = env_float("SARDEENZ_START_GRACE_S", 15.0, minimum=2.0)  # claimed, but no engine process yet
 ROUTE_GRACE_S = env_float("SARDEENZ_ROUTE_GRACE_S", 0.5)  # routers' time to hear that a route has gone
 WAKE_LIMIT_S = env_float("SARDEENZ_WAKE_LIMIT_S", 300.0, minimum=1.0)  # asked to answering

@@ -143,6 +143,15 @@ def test_full_card_fits_after_making_room_with_the_plan(full: Instance, readings
     assert plan["room_bytes"] >= answer["need_bytes"]
 
 
+def test_residence_of_a_victim_is_a_setting(gpu: Gpu, readings: Readings, newcomer: Model, settings: Any) -> None:
+    row = _ready(gpu, readings, limit=10 * GIB, baseline=60 * GIB)
+    Instance.objects.filter(pk=row.pk).update(ready_at=timezone.now() - timedelta(seconds=30))
+    assert room_judge(newcomer).json()["verdict"] == "does_not_fit"
+    settings.RESIDENCE_S = 10.0
+    answer = room_judge(newcomer).json()
+    assert [step["kind"] for plan in answer["plans"] for step in plan["steps"]] == ["stop"]
+
+
 def test_nothing_helps_against_a_pinned_neighbour_and_it_says_so(gpu: Gpu, readings: Readings, newcomer: Model) -> None:
     row = _ready(gpu, readings, limit=10 * GIB, baseline=60 * GIB)
     Model.objects.filter(pk=row.model_id).update(pinned=True)
