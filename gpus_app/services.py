@@ -207,8 +207,10 @@ def gpu_policy_set(
     claims: Iterable[Claim] = (),
     headroom_bytes: int = 0,
 ) -> GpuPolicy:
-    """Set what the controller may do on one GPU. ``claims`` and ``headroom_bytes``: what its instances are owed, and what
-    kvcached leaves free on it, gathered by the caller.
+    """Set what the controller may do on one GPU.
+
+    ``claims`` and ``headroom_bytes``: what its instances are owed, and what kvcached leaves free on it; gathered by
+    the caller.
 
     Raises ImpossiblePolicy, with the numbers, when reserve, weights and guarantees exceed the card.
     """

@@ -42,6 +42,16 @@ def limit_apply(instance_id: int) -> bool:
     return _look(row)
 
 
+def limit_tell(row: Instance) -> None:
+    """Tell the engine the wanted limit whatever the instance's state, in answer to a wish that it has not heard.
+
+    For a sleeper that is about to wake: its pool takes a limit asleep, so that it never serves under the earlier one.
+    What the engine refuses or does not hear is told again when it is ready. Host worker.
+    """
+    if row.limit_bytes is not None and row.model.kvcached and row.provider != "none":
+        _send(row)
+
+
 def _tell(row: Instance) -> dict[str, Any]:
     if row.provider in FOREIGN:
         return foreign_limit(row, client(row))

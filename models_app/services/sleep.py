@@ -14,7 +14,9 @@ from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import Instance, InstanceQuerySet
 from models_app.services.access import EngineSaidNo, client, here, host_of, start_waiting
 from models_app.services.audit import audited
+from models_app.services.limit_apply import limit_tell
 from models_app.services.placement import gpu_states
+from models_app.services.shares import wake_share_write
 from models_app.states import DesiredState, InstanceState, Stage
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,30 @@ def instance_sleep(instance: Instance, *, actor: str, level: int | None = None, 
             dispatch.send_on_commit(dispatch.STOP, row.pk, queue=host_of(row).queue)
         instance.refresh_from_db()
     return instance
+
+
+def sleep_again(instance_id: int) -> bool:
+    """ready → draining for one that is wanted asleep: it came up anew after its process or its host was lost.
+
+    Whoever refuses from here on (requests in flight, the engine) makes *running* what is wanted, so this is no loop.
+    """
+    with transaction.atomic():
+        row = _locked(Instance(pk=instance_id))
+        if row.state != S.READY or row.desired_state != DesiredState.SLEEPING:
+            return False
+        if not row.model.enable_sleep_mode:
+            transitions.report(row.pk, expected=S.READY, desired_state=DesiredState.RUNNING)
+            return False
+        moved = transitions.move(
+            row.pk,
+            S.DRAINING,
+            expected=S.READY,
+            reason="It was asleep before it had to start anew: it goes back to sleep.",
+            sleep_level=row.sleep_level or row.model.sleep_level,
+            stop_force=False,
+        )
+        dispatch.send_on_commit(dispatch.STOP, row.pk, queue=host_of(row).queue)
+    return moved
 
 
 def instance_wake(instance: Instance, *, actor: str) -> Instance:
@@ -140,7 +166,7 @@ def sleep_apply(instance_id: int) -> None:
 
 
 def wake_apply(instance_id: int) -> None:
-    """Check the room, claim (sleeping → starting), wake; readiness is then probed. Host worker."""
+    """Check the room, divide it anew, claim (sleeping → starting), wake; readiness is then probed. Host worker."""
     row = here(instance_id)
     if row is None or row.state != S.SLEEPING or row.desired_state != DesiredState.RUNNING:
         return
@@ -148,10 +174,14 @@ def wake_apply(instance_id: int) -> None:
     if short:
         transitions.report(row.pk, expected=S.SLEEPING, reason=short, desired_state=DesiredState.SLEEPING)
         return
+    if wake_share_write(row):
+        limit_tell(here(row.pk) or row)
     if not transitions.move(
         row.pk, S.STARTING, expected=S.SLEEPING, reason="Waking.", stage=Stage.WAKING, stage_progress=None
     ):
         return
+    # The neighbours' limits come down while it wakes, so that they cannot grow into its bytes.
+    dispatch.send(dispatch.REBALANCE, queue=dispatch.CONTROL_QUEUE)
     try:
         client(row, limit_s=settings.WAKE_CALL_LIMIT_S).wake()
     except EngineSaidNo as exc:

@@ -7,8 +7,9 @@ import pytest
 from gpus_app.models import Gpu, GpuPolicy
 from gpus_app.policies.fit import Need
 from models_app.models import Instance
+from models_app.services import placement
 from models_app.services.launch import instance_place
-from models_app.services.shares import UNKNOWN_NEED_BYTES, first_share
+from models_app.services.shares import UNKNOWN_NEED_BYTES, first_share, wake_share, wake_share_write
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_instance, make_model
 from tests.models_app.readings import Readings, whole
@@ -126,3 +127,39 @@ def test_unknown_floor_is_no_reason_to_start_without_a_limit(gpu: Gpu, readings:
     _neighbour(gpu, 75 * GIB, readings)
     need = Need(total_bytes=5 * GIB, baseline_bytes=5 * GIB, kv_bytes=0, measured=False, lines=())
     assert first_share(_pending(gpu), [gpu.uuid], need) == UNKNOWN_NEED_BYTES
+
+
+def _sleeper(gpu: Gpu, **fields: object) -> Instance:
+    """As one that was ready with a limit of 40 GiB fell asleep."""
+    known = {"capacity_bytes": whole(60 * GIB), "safety_floor_bytes": whole(GIB), "provider": "addon"}
+    return make_instance(
+        gpus=[gpu], state=S.SLEEPING, limit_bytes=whole(40 * GIB), limit_revision=3, **(known | fields)
+    )
+
+
+def test_sleeper_that_wakes_gets_what_nobody_holds_by_then(gpu: Gpu, readings: Readings) -> None:
+    row = _sleeper(gpu)
+    _neighbour(gpu, 60 * GIB, readings)
+    assert wake_share_write(row)
+    row.refresh_from_db()
+    need = placement.need_on(row.model, gpu_name=gpu.name, gpu_total_bytes=gpu.total_bytes)
+    assert row.limit_bytes == 80 * GIB - KEPT - whole(60 * GIB) - 2 * GIB - need.baseline_bytes
+    assert (row.limit_revision, row.limit_set_by, row.limit_automatic) == (4, "controller", True)
+    assert "divided since it fell asleep" in row.events.latest("pk").reason
+
+
+def test_sleeper_that_wakes_into_a_full_card_gets_what_it_needs(gpu: Gpu, readings: Readings) -> None:
+    row = _sleeper(gpu)
+    _neighbour(gpu, 75 * GIB, readings)
+    assert wake_share_write(row)
+    row.refresh_from_db()
+    assert row.limit_bytes == whole(GIB)
+
+
+def test_sleeper_alone_keeps_its_limit(gpu: Gpu, readings: Readings) -> None:
+    assert not wake_share_write(_sleeper(gpu))
+
+
+def test_limit_set_by_hand_is_what_a_sleeper_wakes_with(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, 60 * GIB, readings)
+    assert wake_share(_sleeper(gpu, limit_automatic=False)) is None

@@ -14,16 +14,18 @@ from redis import Redis
 
 from gpus_app.broker import host_latest_key
 from gpus_app.models import Host
+from gpus_app.probes.segments import read_segment
 from models_app import dispatch, transitions
 from models_app.engines.client import EngineClient
 from models_app.errors import Conflict, DoesNotFit, EngineUnavailable
 from models_app.models import Instance
+from models_app.services import shares
 from models_app.services.launch import model_launch
 from models_app.services.models import model_create
 from models_app.services.reconcile import reconcile_host
 from models_app.services.sleep import instance_sleep, instance_wake
 from models_app.services.stop import instance_stop
-from models_app.states import DesiredState, InstanceState, Stage
+from models_app.states import DesiredState, InstanceState, LimitStatus, Stage
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model, make_record
 from tests.models_app.pump import Pump
 
@@ -214,3 +216,30 @@ def test_back_from_unreachable_is_what_the_engine_says(ready: Instance, fleet: H
     transitions.move(ready.pk, S.UNREACHABLE, expected=S.SLEEPING, reason="silent")
     reconcile_host(fleet.name)
     assert _now(ready).state == S.SLEEPING
+
+
+@pytest.mark.slow
+@pytest.mark.django_db(transaction=True)
+def test_engine_hears_its_share_before_it_wakes(
+    ready: Instance, fleet: Host, pump: Pump, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limit from before the sleep was made for a card that others have divided since."""
+    instance_sleep(ready, actor="anna")
+    pump.run(lambda: _now(ready).state == S.SLEEPING)
+    heard: list[int] = []
+    wake = EngineClient.wake
+
+    def woken(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+        heard.append(read_segment(_now(ready).ipc_name).limit_bytes)
+        return wake(self, *args, **kwargs)
+
+    monkeypatch.setattr(EngineClient, "wake", woken)
+    bundle = _now(ready).bundle_bytes or 0
+    monkeypatch.setattr(shares, "wake_share", lambda row: 40 * bundle)
+    instance_wake(ready, actor="anna")
+    pump.run(lambda: _now(ready).state == S.READY)
+    pump.run(lambda: _now(ready).limit_status == LimitStatus.APPLIED)
+    row = _now(ready)
+    assert heard == [40 * bundle]
+    assert (row.limit_bytes, row.effective_limit_bytes) == (40 * bundle, 40 * bundle)
+    assert row.limit_acked_revision == row.limit_revision
