@@ -71,7 +71,7 @@ def publish() -> dict[str, Any]:
     """Read the database, write the table to Redis and to the file; returns it. A broker away costs a warning."""
     version, connection = _clock(broker.client())
     snapshot = selectors.routes_snapshot()
-    digest = hashlib.sha256(orjson.dumps([snapshot["models"], snapshot["keys"]])).hexdigest()
+    digest = hashlib.sha256(orjson.dumps([snapshot[part] for part in ("models", "routes", "keys")])).hexdigest()
     snapshot["version"] = version
     data = orjson.dumps(snapshot)
     _write_file(data)

@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from models_app import broker
 from models_app.engines.progress import tail
-from models_app.models import ApiKey, Instance, InstanceQuerySet, LaunchAttempt, Model
+from models_app.models import ApiKey, Instance, InstanceQuerySet, LaunchAttempt, Model, WeightedRoute
 from models_app.states import LIVE, InstanceState
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 #: vLLM's block, in tokens; kvcached keeps one block of the pool for itself.
 BLOCK_TOKENS = 16
 _LOG_LINES_MAX = 20_000
+#: Seconds for which a model that could not be brought up on demand is not asked for again.
+DEMAND_REFUSED_S = 30.0
 
 
 def instances_for_dashboard() -> InstanceQuerySet:
@@ -81,11 +83,11 @@ def _route(model: Model, instances: list[Instance]) -> dict[str, Any]:
         status = "starting"
     facts = model.facts or {}
     context = model.max_model_len or facts.get("max_position_embeddings")
-    limits = [limit for limit in map(token_limit, ready) if limit is not None]
-    longest = min(limits, default=None)
+    limits = {row.pk: token_limit(row) for row in ready}
+    longest = None if None in limits.values() else max(filter(None, limits.values()), default=None)
     return {
         "name": model.served_model_name,
-        "aliases": [alias.name for alias in model.aliases.all()],
+        "aliases": [{"name": alias.name, "defaults": alias.request_defaults} for alias in model.aliases.all()],
         "created": int(model.created_at.timestamp()),
         "status": status,
         "on_demand": model.on_demand,
@@ -95,7 +97,37 @@ def _route(model: Model, instances: list[Instance]) -> dict[str, Any]:
         "fallback": model.fallback.served_model_name if model.fallback else None,
         "max_concurrency": model.max_concurrency,
         "reason": reason,
-        "instances": [{"id": row.pk, "url": row.base_url, "token": row.engine_token, "weight": 1} for row in ready],
+        "refused": demand_refusal(model),
+        "affinity": "prefix" if model.prefix_affinity else None,
+        "first_byte_s": model.first_byte_limit_s,
+        "idle_s": model.idle_limit_s,
+        "instances": [
+            {
+                "id": row.pk,
+                "url": row.base_url,
+                "token": row.engine_token,
+                "weight": 1,
+                "token_limit": limits[row.pk],
+            }
+            for row in ready
+        ],
+    }
+
+
+def demand_refusal(model: Model) -> str:
+    """Why a request could not bring the model up, for as long as asking again would be no use; else empty."""
+    at = model.demand_facts.get("at")
+    return str(model.demand_facts.get("reason", "")) if at and time.time() - at < DEMAND_REFUSED_S else ""
+
+
+def _weighted(route: WeightedRoute) -> dict[str, Any]:
+    return {
+        "name": route.name,
+        "created": int(route.created_at.timestamp()),
+        "defaults": route.request_defaults,
+        "targets": [
+            {"model": target.model.served_model_name, "weight": target.weight} for target in route.targets.all()
+        ],
     }
 
 
@@ -124,7 +156,7 @@ def _key(key: ApiKey, now: datetime) -> list[dict[str, Any]]:
 
 
 def routes_snapshot() -> dict[str, Any]:
-    """What the router needs: names, ready instances with their tokens, keys by digest. Five queries.
+    """What the router needs: names, ready instances with their tokens, weighted routes, keys by digest. Eight queries.
 
     ``version`` is the caller's to set: see ``route_table``.
     """
@@ -139,6 +171,7 @@ def routes_snapshot() -> dict[str, Any]:
         "version": 0,
         "at": time.time(),
         "models": [_route(model, by_model[model.pk]) for model in models],
+        "routes": [_weighted(route) for route in WeightedRoute.objects.prefetch_related("targets__model")],
         "keys": [entry for key in keys for entry in _key(key, now)],
     }
 

@@ -16,6 +16,7 @@ from models_app.views import (
     playground,
     policies,
     presets,
+    routes,
 )
 
 urlpatterns: list[URLPattern] = [
@@ -47,6 +48,9 @@ urlpatterns: list[URLPattern] = [
     path("presets/<int:preset_id>/", presets.preset, name="preset"),
     path("presets/<int:preset_id>/apply/", presets.apply, name="preset_apply"),
     path("presets/<int:preset_id>/delete/", presets.delete, name="preset_delete"),
+    path("routes/", routes.routes, name="routes"),
+    path("routes/<int:route_id>/", routes.route, name="route"),
+    path("routes/<int:route_id>/delete/", routes.delete, name="route_delete"),
     path("instances/<int:instance_id>/", instances.instance, name="instance"),
     path("instances/<int:instance_id>/row/", gpus.instance_row, name="instance_row"),
     path("instances/<int:instance_id>/log/", instances.instance_log_tail, name="instance_log"),

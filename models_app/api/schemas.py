@@ -68,7 +68,19 @@ class ModelFields(Strict):
     idle_sleep_after_s: Seconds | None = None
     sleep_level: Literal[1, 2] | None = None
     request_defaults: dict[str, Any] | None = None
+    alias_defaults: dict[str, dict[str, Any]] | None = Field(
+        None, description="Per alias: options of requests that have none; they come before the model's own."
+    )
     fallback: Text | None = None
+    prefix_affinity: StrictBool | None = Field(
+        None, description="Prompts that begin alike go to the same replica, which has them cached."
+    )
+    first_byte_limit_s: Annotated[int, Field(ge=1, le=86_400)] | None = Field(
+        None, description="How long an answer may take to begin; null: the router's own limits."
+    )
+    idle_limit_s: Annotated[int, Field(ge=1, le=86_400)] | None = Field(
+        None, description="Longest silence within an answer; null: the router's own limit."
+    )
     max_concurrency: Annotated[int, Field(ge=1, le=100_000)] | None = None
     memory_policy: MemoryPolicyIO | None = None
 
@@ -110,7 +122,11 @@ class ModelOut(Schema):
     idle_sleep_after_s: int | None
     sleep_level: int
     request_defaults: dict[str, Any]
+    alias_defaults: dict[str, dict[str, Any]]
     fallback: str | None
+    prefix_affinity: bool
+    first_byte_limit_s: int | None
+    idle_limit_s: int | None
     max_concurrency: int | None
     memory_policy: MemoryPolicyIO
     spec_revision: int

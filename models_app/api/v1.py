@@ -14,6 +14,7 @@ from models_app.api.changes import router as changes
 from models_app.api.instances import router as instances
 from models_app.api.memory import router as memory
 from models_app.api.models import router as models
+from models_app.api.routes import router as routes
 
 
 class OwnSwagger(Swagger):
@@ -37,6 +38,7 @@ errors.install(api)
 api.add_router("", changes, auth=viewer, tags=["changes"])
 api.add_router("", memory, auth=viewer, tags=["KV memory"])
 api.add_router("/models", models, auth=viewer, tags=["models"])
+api.add_router("/routes", routes, auth=viewer, tags=["weighted routes"])
 api.add_router("/instances", instances, auth=viewer, tags=["instances"])
 api.add_router("", gpu_reads, auth=viewer, tags=["hosts and GPUs"])
 api.add_router("", gpu_writes, auth=operator, tags=["hosts and GPUs"])

@@ -20,7 +20,15 @@ WEIGHTS_FIELD = {
     Model.Source.HUGGINGFACE: "hub_model",
     Model.Source.LOCAL: "local_model",
 }
-_FLAGS = ("enforce_eager", "enable_prefix_caching", "enable_sleep_mode", "kvcached", "on_demand", "pinned")
+_FLAGS = (
+    "enforce_eager",
+    "enable_prefix_caching",
+    "enable_sleep_mode",
+    "kvcached",
+    "on_demand",
+    "pinned",
+    "prefix_affinity",
+)
 _TEXTS = (
     "hf_revision",
     "served_model_name",
@@ -45,11 +53,22 @@ _TEXTS = (
     "idle_sleep_after_s",
     "fallback",
     "max_concurrency",
+    "first_byte_limit_s",
+    "idle_limit_s",
     "request_defaults",
+    "alias_defaults",
 )
 #: Fields that stand under *more*: the section is open when one of them is wrong.
 ENGINE_MORE = ("kv_layout", "load_format", "extra_args", "sleep_level", "kvcached")
-LIFE_MORE = ("fallback", "max_concurrency", "request_defaults")
+LIFE_MORE = (
+    "fallback",
+    "max_concurrency",
+    "prefix_affinity",
+    "first_byte_limit_s",
+    "idle_limit_s",
+    "request_defaults",
+    "alias_defaults",
+)
 
 
 class Choice(forms.ChoiceField):
@@ -124,7 +143,11 @@ class ModelForm(forms.Form):
     idle_sleep_after_s = _text()
     fallback = Choice(required=False)
     max_concurrency = _text()
+    prefix_affinity = _flag()
+    first_byte_limit_s = _text()
+    idle_limit_s = _text()
     request_defaults = _text(widget=forms.Textarea)
+    alias_defaults = _text(widget=forms.Textarea)
 
     def __init__(self, *args: Any, hosts: list[Host], models: list[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -222,6 +245,8 @@ def initial_of(model: Model) -> dict[str, Any]:
             "restart_policy",
             "idle_sleep_after_s",
             "max_concurrency",
+            "first_byte_limit_s",
+            "idle_limit_s",
             "gpu_uuids",
             *_FLAGS,
         )
@@ -231,6 +256,7 @@ def initial_of(model: Model) -> dict[str, Any]:
     values["host"] = model.host.name if model.host else ""
     values["fallback"] = model.fallback.served_model_name if model.fallback else ""
     values["request_defaults"] = json.dumps(model.request_defaults) if model.request_defaults else ""
+    values["alias_defaults"] = json.dumps(model.alias_defaults) if model.alias_defaults else ""
     values["initial_limit_bytes"] = size_text(model.initial_limit_bytes)
     if policy is not None:
         values |= {

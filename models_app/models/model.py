@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
@@ -92,6 +93,11 @@ class Model(models.Model):
 
     def __str__(self) -> str:
         return self.served_model_name
+
+    @property
+    def alias_defaults(self) -> dict[str, dict[str, Any]]:
+        """Per alias that has them: the options of requests that have none."""
+        return {alias.name: alias.request_defaults for alias in self.aliases.all() if alias.request_defaults}
 
 
 class ModelAlias(models.Model):

@@ -51,7 +51,7 @@ def shell(request: HttpRequest) -> dict[str, Any]:
     user = getattr(request, "user", None)
     role = role_of(user) if user is not None else None
     path = request.path
-    if path.startswith(("/instances/", "/presets/")):
+    if path.startswith(("/instances/", "/presets/", "/routes/")):
         path = "/models/"
     return {
         "theme": theme,

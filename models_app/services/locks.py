@@ -8,6 +8,9 @@ from django.db import connection
 
 from models_app.models import Instance, Model
 
+#: The lock under which any name that clients ask for is given away: served names, aliases, weighted routes.
+NAMES = "served names"
+
 
 def instance_locked(instance_id: int) -> Instance:
     """The instance under a lock, with its model and host; its model is locked before it.

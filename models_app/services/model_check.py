@@ -14,7 +14,7 @@ from gpus_app.models import Gpu, Host
 from gpus_app.policies.base import gib
 from models_app.engines import facts as engine_facts
 from models_app.engines.facts import ModelFacts
-from models_app.models import Model, ModelAlias
+from models_app.models import Model, ModelAlias, WeightedRoute
 from models_app.services import placement, specs
 from models_app.services.memory_rules import memory_policy_check
 from models_app.services.model_fields import is_hub_id, read_fields
@@ -78,15 +78,20 @@ def _aliases_of(model: Model | None) -> list[str]:
 # --- names -----------------------------------------------------------------------------------------
 
 
-def taken_names(names: list[str], *, besides: Model | None) -> dict[str, str]:
-    """Names that clients use already, with a sentence: each is unique over served model names and aliases."""
+def taken_names(
+    names: list[str], *, besides: Model | None = None, besides_route: WeightedRoute | None = None
+) -> dict[str, str]:
+    """Names that clients use already, with a sentence: unique over served names, aliases, routes."""
     models = Model.objects.filter(served_model_name__in=names)
     aliases = ModelAlias.objects.filter(name__in=names).select_related("model")
+    routes = WeightedRoute.objects.filter(name__in=names)
     if besides is not None:
         models, aliases = models.exclude(pk=besides.pk), aliases.exclude(model=besides)
+    if besides_route is not None:
+        routes = routes.exclude(pk=besides_route.pk)
     found = {row.served_model_name: f"There is a model named {row.served_model_name!r} already." for row in models}
     found |= {row.name: f"{row.name!r} is an alias of {row.model.served_model_name} already." for row in aliases}
-    return found
+    return found | {row.name: f"{row.name!r} is a weighted route already." for row in routes}
 
 
 def _names(found: Judgement, candidate: Model, aliases: list[str], model: Model | None) -> None:
@@ -99,6 +104,8 @@ def _names(found: Judgement, candidate: Model, aliases: list[str], model: Model 
     for alias in aliases:
         if alias in taken:
             found.wrong("aliases", taken[alias])
+    for strange in sorted(found.values.get("alias_defaults", {}).keys() - set(aliases)):
+        found.wrong("alias_defaults", f"{strange[:60]!r} is no alias of this model.")
 
 
 # --- weights and what they tell ----------------------------------------------------------------------

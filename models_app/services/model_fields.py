@@ -196,20 +196,37 @@ def _model(value: Any) -> Model | None:
     return found
 
 
-def _defaults(value: Any) -> dict[str, Any]:
+def _json(value: Any) -> Any:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            return json.loads(value)
         except ValueError:
             raise _Wrong("This is no JSON object.") from None
+    return value
+
+
+def _defaults(value: Any) -> dict[str, Any]:
+    value = _json(value)
     if not isinstance(value, dict):
         raise _Wrong("Give a JSON object of sampling options.")
+    return _sampling(value)
+
+
+def _sampling(value: dict[str, Any]) -> dict[str, Any]:
+    """Options that a request may have a default for, and no others."""
     strange = sorted(set(map(str, value)) - REQUEST_DEFAULTS)
     if strange:
         raise _Wrong(f"{strange[0][:40]!r} is no option that a model can have a default for.")
     return value
+
+
+def _alias_defaults(value: Any) -> dict[str, dict[str, Any]]:
+    value = _json(value)
+    if not isinstance(value, dict) or not all(isinstance(one, dict) for one in value.values()):
+        raise _Wrong('Give a JSON object of aliases, each with its options: {"my-alias": {"temperature": 0}}.')
+    return {str(name): _sampling(one) for name, one in value.items()}
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -239,7 +256,11 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "idle_sleep_after_s": _optional(_whole(10, 30 * 86400)),
     "sleep_level": _whole(1, 2),
     "request_defaults": _defaults,
+    "alias_defaults": _alias_defaults,
     "fallback": _model,
+    "prefix_affinity": _flag,
+    "first_byte_limit_s": _optional(_whole(1, 86_400)),
+    "idle_limit_s": _optional(_whole(1, 86_400)),
     "max_concurrency": _optional(_whole(1, 1_000_000)),
 }
 POLICY_READERS: dict[str, Callable[[Any], Any]] = {

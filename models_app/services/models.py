@@ -17,11 +17,9 @@ from models_app.errors import Conflict, InvalidInput, StaleRevision
 from models_app.models import MemoryPolicy, Model, ModelAlias
 from models_app.services import specs
 from models_app.services.audit import audited
-from models_app.services.locks import transaction_lock
+from models_app.services.locks import NAMES, transaction_lock
 from models_app.services.model_check import Judgement, candidate_of, judge, taken_names
 from models_app.services.model_fields import ENGINE_FIELDS, POLICY_READERS, read_fields
-
-_NAMES_LOCK = "served names"
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ def model_check(
 
 
 def model_create(*, actor: str, allow_risky: bool = False, **fields: Any) -> Model:
-    """Make a model. Fields are those of ``Model`` plus ``aliases`` (list of names) and those of ``MemoryPolicy``.
+    """Make a model. Fields are those of ``Model``, those of ``MemoryPolicy``, ``aliases`` (names) and
+    ``alias_defaults`` (per alias, the options of requests that have none).
 
     ``host`` may be a Host, its name or None; ``fallback`` a Model, its name or None; sizes numbers or texts (``3G``).
     Raises InvalidInput with sentences per field; Conflict when the name was taken in between.
@@ -49,13 +48,13 @@ def model_create(*, actor: str, allow_risky: bool = False, **fields: Any) -> Mod
         found = judge(fields, allow_risky=allow_risky)
         if found.errors:
             raise InvalidInput(found.errors)
-        values, policy, aliases = _split(found)
+        values, policy, aliases, presets = _split(found)
         try:
             with transaction.atomic():
                 _names_free([values["served_model_name"], *aliases], None)
                 model = Model.objects.create(created_by=actor[:150], facts=found.facts or {}, **values)
                 MemoryPolicy.objects.create(model=model, **policy)
-                ModelAlias.objects.bulk_create(ModelAlias(name=name, model=model) for name in aliases)
+                _aliases_write(model, aliases, presets or {})
                 events.publish_models_on_commit()
         except IntegrityError:
             raise Conflict(f"The name {values['served_model_name']!r}, or an alias, was taken just now.") from None
@@ -74,12 +73,11 @@ def model_update(
         found = judge(fields, model=model, allow_risky=allow_risky)
         if found.errors:
             raise InvalidInput(found.errors)
-        values, policy, aliases = _split(found)
+        values, policy, aliases, presets = _split(found)
+        names = aliases if "aliases" in found.values else None
         try:
             with transaction.atomic():
-                _update(
-                    model.pk, values, policy, aliases if "aliases" in found.values else None, found, expected_revision
-                )
+                _update(model.pk, values, policy, names, presets, found, expected_revision)
         except IntegrityError:
             raise Conflict("The name, or an alias, was taken just now.") from None
     model.refresh_from_db()
@@ -110,22 +108,32 @@ def command_preview(model: Model | Mapping[str, Any], *, host: Host | None = Non
         if errors:
             raise InvalidInput(errors)
         aliases = values.pop("aliases", [])
+        values.pop("alias_defaults", None)
         model = candidate_of(values)
     argv = list(specs.preview(model, host or model.host, aliases).masked_argv)
     return CommandPreview(argv, shlex.join(argv))
 
 
-def _split(found: Judgement) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Columns of the model, of its policy, and aliases."""
+def _split(found: Judgement) -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any] | None]:
+    """Columns of the model, of its policy, aliases, and the aliases' own defaults (None: not given)."""
     values = dict(found.values)
     aliases = values.pop("aliases", [])
+    presets = values.pop("alias_defaults", None)
     policy = {name: values.pop(name) for name in POLICY_READERS if name in values}
-    return values, policy, aliases
+    return values, policy, aliases, presets
+
+
+def _aliases_write(model: Model, names: list[str], presets: Mapping[str, dict[str, Any]]) -> None:
+    """Exactly these aliases, each with its defaults."""
+    model.aliases.all().delete()
+    ModelAlias.objects.bulk_create(
+        ModelAlias(name=name, model=model, request_defaults=presets.get(name, {})) for name in names
+    )
 
 
 def _names_free(names: list[str], model: Model | None) -> None:
-    """Look again under a lock: two tables hold names, and no constraint spans both."""
-    transaction_lock(_NAMES_LOCK)
+    """Look again under a lock: three tables hold names, and no constraint spans them."""
+    transaction_lock(NAMES)
     taken = taken_names(names, besides=model)
     if taken:
         raise Conflict(next(iter(taken.values())))
@@ -136,6 +144,7 @@ def _update(
     values: dict[str, Any],
     policy: dict[str, Any],
     aliases: list[str] | None,
+    presets: dict[str, Any] | None,
     found: Judgement,
     expected_revision: int | None,
 ) -> None:
@@ -150,15 +159,16 @@ def _update(
         and row.instances.live().exists()
     ):
         raise Conflict("Its engines know it by the old name: stop it before giving it another.")
-    before = list(row.aliases.values_list("name", flat=True))
+    before = dict(row.aliases.values_list("name", "request_defaults"))
+    names = list(before) if aliases is None else aliases
     if "served_model_name" in values or aliases is not None:
-        names = before if aliases is None else aliases
         _names_free([values.get("served_model_name", row.served_model_name), *names], row)
     changed = {name for name, value in values.items() if getattr(row, name) != value}
-    if aliases is not None and sorted(aliases) != sorted(before):
+    if sorted(names) != sorted(before):
         changed.add("aliases")
-        row.aliases.all().delete()
-        ModelAlias.objects.bulk_create(ModelAlias(name=name, model=row) for name in aliases)
+    kept = before if presets is None else presets
+    if {name: kept.get(name, {}) for name in names} != before:
+        _aliases_write(row, names, kept)
     for name, value in values.items():
         setattr(row, name, value)
     if found.facts is not None:

@@ -15,6 +15,7 @@ from models_app.models import ApiKey
 from models_app.router.table import RouteTable
 from models_app.selectors import routes_snapshot, token_limit
 from models_app.services.keys import api_key_revoke
+from models_app.services.routes import route_save
 from models_app.states import InstanceState
 from tests.builders import make_host, make_instance, make_key, make_model
 
@@ -36,9 +37,15 @@ def _only_model(snapshot: dict[str, Any]) -> dict[str, Any]:
 def test_ready_instance_is_a_target_with_its_token() -> None:
     row = make_instance(model=make_model(served_model_name="a", aliases=["b"]))
     model = _only_model(routes_snapshot())
-    assert (model["name"], model["aliases"], model["status"]) == ("a", ["b"], "ready")
+    assert (model["name"], model["aliases"], model["status"]) == ("a", [{"name": "b", "defaults": {}}], "ready")
     assert model["instances"] == [
-        {"id": row.pk, "url": f"http://127.0.0.1:{row.port}", "token": row.engine_token, "weight": 1}
+        {
+            "id": row.pk,
+            "url": f"http://127.0.0.1:{row.port}",
+            "token": row.engine_token,
+            "weight": 1,
+            "token_limit": token_limit(row),
+        }
     ]
 
 
@@ -105,7 +112,8 @@ def test_table_costs_the_same_queries_for_many_models(django_assert_max_num_quer
         model = make_model(aliases=[f"alias-{index}"])
         make_instance(model=model, host=host)
         make_key(models=[model])
-    with django_assert_max_num_queries(6):
+        route_save(f"split-{index}", actor="test", targets={model.served_model_name: 1})
+    with django_assert_max_num_queries(8):
         routes_snapshot()
 
 

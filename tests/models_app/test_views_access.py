@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -25,9 +26,7 @@ FOR_SCRIPTS = {"live_snapshot", "playground_chat"}
 
 def address(pattern: URLPattern) -> str:
     path = "/" + str(pattern.pattern)
-    for name in ("gpu_id", "host_id", "model_id", "instance_id", "attempt_id", "operation_id", "key_id", "preset_id"):
-        path = path.replace(f"<int:{name}>", "1")
-    return path
+    return re.sub(r"<int:\w+>", "1", path)
 
 
 @pytest.mark.parametrize("pattern", [one for one in urlpatterns if one.name not in OPEN], ids=lambda one: one.name)
@@ -58,6 +57,7 @@ def test_a_user_made_inactive_is_out_at_the_next_request() -> None:
         "/models/1/stop/",
         "/models/1/delete/",
         "/models/1/policy/",
+        "/routes/1/delete/",
         "/instances/1/limit/",
         "/instances/1/trim/",
         "/instances/1/stop/",
