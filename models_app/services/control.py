@@ -122,15 +122,20 @@ def _silent_workers() -> None:
 
 
 def restarts_due() -> None:
-    """Failed instances whose back-off is over, and stopped ones that are wanted, become pending; not in a freeze."""
+    """Failed instances whose back-off is over, and stopped ones that are wanted, become pending; not in a freeze.
+
+    Sleepers too: they sleep again once they are up, so that a wake finds them.
+    """
     if host_loss.is_frozen(Host.objects.all()):
         return
     now = timezone.now()
-    wanted = Instance.objects.filter(desired_state=DesiredState.RUNNING).select_related("model", "host")
+    wanted = Instance.objects.exclude(desired_state=DesiredState.STOPPED).select_related("model", "host")
     for row in wanted.filter(state=S.FAILED, next_restart_at__lte=now):
-        requeue(row, reason="Restarted by its policy.", actor=ACTOR, restart_count=row.restart_count + 1)
+        count = row.restart_count + 1
+        reason = "Restarted by its policy."
+        requeue(row, reason=reason, actor=ACTOR, restart_count=count, desired_state=row.desired_state)
     for row in wanted.filter(state=S.STOPPED, model__deployed=True):
-        requeue(row, reason="It is wanted: started again.", actor=ACTOR)
+        requeue(row, reason="It is wanted: started again.", actor=ACTOR, desired_state=row.desired_state)
 
 
 def replicas_check() -> None:

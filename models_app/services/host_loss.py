@@ -86,13 +86,13 @@ def lost_hosts_give_up(hosts: Iterable[Host]) -> None:
 
     Its worker, should it come back, ends what runs there under an older start than the instance's newest (``sweep``),
     so there are never two owners for longer than one look. What is bound to that host by hand or by its model stays
-    unreachable: it could start nowhere else, and may be found running.
+    unreachable: it could start nowhere else, and may be found running. Sleepers sleep on where they start again.
     """
     if settings.HOST_LOST_S <= 0:
         return
     before = timezone.now() - timedelta(seconds=settings.HOST_LOST_S)
     lost = {host.pk: host for host in hosts if not host.reachable and ((at := last_heard(host)) is None or at < before)}
-    rows = Instance.objects.filter(host__in=lost, state__in=_MOVES_ON, desired_state=DesiredState.RUNNING)
+    rows = Instance.objects.filter(host__in=lost, state__in=_MOVES_ON).exclude(desired_state=DesiredState.STOPPED)
     rows = rows.exclude(model__restart_policy=Model.RestartPolicy.NEVER)
     for row in rows.select_related("model__host", "host", "attempt__host"):
         host = lost[row.host_id or 0]

@@ -12,6 +12,7 @@ from models_app.errors import Conflict, InvalidInput, SardeenzError
 from models_app.models import Instance, MemoryPolicy, Model, Operation, Preset
 from models_app.services.audit import audit
 from models_app.services.launch import model_launch
+from models_app.services.model_fields import POLICY_READERS, READERS
 from models_app.services.models import model_create, model_update
 from models_app.services.operations import OPEN, Progress, handles, operation_create
 from models_app.services.rollout import REPLACE, REPLACEABLE, model_roll
@@ -21,15 +22,9 @@ from models_app.states import DesiredState, InstanceState
 
 PRESET = "preset"
 
-#: Fields of a model that a preset keeps, besides its name, aliases and memory policy.
-FIELDS = (
-    "source", "model", "hf_revision", "max_model_len", "dtype", "quantization", "tensor_parallel_size",
-    "enforce_eager", "enable_sleep_mode", "enable_prefix_caching", "kvcached", "kv_layout", "extra_args",
-    "load_format", "replicas", "gpu_uuids", "initial_limit_bytes", "restart_policy", "on_demand", "pinned",
-    "idle_sleep_after_s", "sleep_level", "request_defaults", "max_concurrency", "prefix_affinity",
-    "first_byte_limit_s", "idle_limit_s",
-)  # fmt: skip
-RULES = ("guarantee_bytes", "maximum_bytes", "priority", "idle_shrink_after_s", "reclaim")
+#: Everything that a model can be given, besides what is kept by name: its options, those to come too, and its rules.
+FIELDS = tuple(name for name in READERS if name not in ("served_model_name", "aliases", "host", "fallback"))
+RULES = tuple(POLICY_READERS)
 
 
 def entry_of(model: Model) -> dict[str, Any]:
@@ -39,7 +34,6 @@ def entry_of(model: Model) -> dict[str, Any]:
     return {
         "served_model_name": model.served_model_name,
         "aliases": sorted(alias.name for alias in model.aliases.all()),
-        "alias_defaults": model.alias_defaults,
         "host": model.host.name if model.host else None,
         "fallback": model.fallback.served_model_name if model.fallback else None,
         "asleep": bool(live) and all(row.desired_state == DesiredState.SLEEPING for row in live),

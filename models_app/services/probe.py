@@ -24,7 +24,7 @@ from models_app.services import hosts, ready, sleep
 from models_app.services.access import EngineSaidNo, client, here, host_of, run_dir, share_log, status_of
 from models_app.services.ending import find_cause, instance_fail
 from models_app.services.restart_policy import HOST_RESTARTED
-from models_app.states import HAS_PROCESS, InstanceState, Stage
+from models_app.states import HAS_PROCESS, DesiredState, InstanceState, Stage
 
 log = logging.getLogger(__name__)
 S = InstanceState
@@ -111,7 +111,11 @@ def _look_at_start(row: Instance, status: Status | None) -> bool:
     answer = _ready_answer(row, folder)
     if answer is None:
         return True
-    return not ready.instance_ready(row, answer, waking=waking)
+    if not ready.instance_ready(row, answer, waking=waking):
+        return True
+    if row.desired_state == DesiredState.SLEEPING:
+        sleep.sleep_again(row.pk)
+    return False
 
 
 #: What has been read of the logs of starts under way, so that a look reads only what is new; lost without harm.

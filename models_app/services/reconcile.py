@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Any
 
 from django.conf import settings
 from django.db import transaction
@@ -19,9 +18,10 @@ from models_app import broker, dispatch, transitions
 from models_app.engines.process import Status
 from models_app.errors import BrokerAway
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import leftovers
+from models_app.services import leftovers, sleep
 from models_app.services.access import EngineSaidNo, client, share_log, status_of
 from models_app.services.health import HUNG
+from models_app.services.limit_foreign import FOREIGN
 from models_app.services.probe import end_found, instance_probe
 from models_app.services.ready import asleep_record, footprint_record
 from models_app.services.stop import instance_stop_begin
@@ -127,22 +127,24 @@ def _back(row: Instance) -> None:
         level = engine.metrics().sleep_level
     except EngineSaidNo:
         return
-    awake: dict[str, Any] = {"sleep_level": None, "desired_state": DesiredState.RUNNING}
     transitions.move(
         row.pk,
         S.READY if level is None else S.SLEEPING,
         expected=S.UNREACHABLE,
         reason=f"Its host is back and its engine {'answers' if level is None else 'is asleep'}.",
         actor="reconciler",
-        **(awake if level is None else {"sleep_level": level}),
+        sleep_level=level,
     )
 
 
 def _ready(row: Instance) -> None:
+    if row.desired_state == DesiredState.SLEEPING:
+        sleep.sleep_again(row.pk)
+        return
     footprint_record(row)
     if broker.once_in(f"health:{row.pk}", _HEALTH_EVERY_S):
         _hint(dispatch.HEALTH, row)
-    if row.limit_bytes is not None and row.model.kvcached:
+    if row.model.kvcached and (row.limit_bytes is not None or row.provider in FOREIGN):
         unsettled = row.limit_acked_revision < row.limit_revision or row.limit_status in _UNSETTLED
         # Every ten seconds, settled or not: a foreign writer may have changed the segment without our knowing.
         if unsettled or row.provider != "none":

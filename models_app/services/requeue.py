@@ -9,8 +9,18 @@ from models_app.models import Instance
 from models_app.states import DesiredState, InstanceState, Stage
 
 
-def requeue(row: Instance, *, reason: str, actor: str = "system", restart_count: int = 0, **fields: Any) -> bool:
+def requeue(
+    row: Instance,
+    *,
+    reason: str,
+    actor: str = "system",
+    restart_count: int = 0,
+    desired_state: str = DesiredState.RUNNING,
+    **fields: Any,
+) -> bool:
     """stopped or failed → pending, placed after the commit. False: someone was first.
+
+    With ``desired_state`` *sleeping* it goes back to sleep once it is ready.
 
     ``restart_count`` 0 means a fresh beginning: the first cause of earlier failures is forgotten.
     """
@@ -22,7 +32,7 @@ def requeue(row: Instance, *, reason: str, actor: str = "system", restart_count:
         expected=InstanceState(row.state),
         reason=reason,
         actor=actor,
-        desired_state=DesiredState.RUNNING,
+        desired_state=desired_state,
         stage=Stage.QUEUED,
         stage_progress=None,
         host=None,

@@ -42,9 +42,9 @@ def decide(
     last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
 
     An engine that ended by itself with exit code 0 has failed all the same (a dead EngineCore makes vLLM exit with 0),
-    so *on failure* covers it.
+    so *on failure* covers it. A sleeper whose process is gone comes back like any other, and sleeps again.
     """
-    if desired != DesiredState.RUNNING or (asked_to_stop and clean_exit):
+    if desired == DesiredState.STOPPED or (asked_to_stop and clean_exit):
         return Decision(None, "")
     if cause_code == HOST_RESTARTED:
         return Decision(0.0, "It starts again.")

@@ -176,8 +176,10 @@ def wake_apply(instance_id: int) -> None:
         return
     if wake_share_write(row):
         limit_tell(here(row.pk) or row)
+    older = row.spec_revision < row.model.spec_revision
+    options = f" With the options of revision {row.spec_revision}; saved is {row.model.spec_revision}." if older else ""
     if not transitions.move(
-        row.pk, S.STARTING, expected=S.SLEEPING, reason="Waking.", stage=Stage.WAKING, stage_progress=None
+        row.pk, S.STARTING, expected=S.SLEEPING, reason=f"Waking.{options}", stage=Stage.WAKING, stage_progress=None
     ):
         return
     # The neighbours' limits come down while it wakes, so that they cannot grow into its bytes.

@@ -19,6 +19,7 @@ from models_app.services import control, leftovers
 from models_app.services.host_loss import freeze_sentence, vanished_together
 from models_app.services.launch import instance_place
 from models_app.services.reconcile import reconcile_host
+from models_app.services.sleep import sleep_again
 from models_app.services.start import _claim
 from models_app.states import InstanceState
 from tests.builders import make_gpu, make_host, make_instance, make_model
@@ -183,11 +184,70 @@ def test_what_is_bound_to_the_host_waits_for_it(three: list[Host]) -> None:
     assert {_now(bound).state, _now(by_hand).state} == {S.UNREACHABLE}
 
 
-def test_sleepers_and_what_is_stopping_are_not_started_elsewhere(three: list[Host]) -> None:
-    sleeper = make_instance(host=three[0], state=S.SLEEPING, desired_state="sleeping")
+def test_what_is_stopping_is_not_started_elsewhere(three: list[Host]) -> None:
     stopping = make_instance(host=three[0], state=S.STOPPING, desired_state="stopped")
+    drained = make_instance(host=three[0], state=S.DRAINING, desired_state="stopped")
     _lost(three[0])
-    assert (_now(sleeper).state, _now(stopping).state) == (S.UNREACHABLE, S.STOPPING)
+    assert (_now(stopping).state, _now(drained).state) == (S.STOPPING, S.UNREACHABLE)
+
+
+def test_sleeper_of_a_lost_host_starts_elsewhere_and_sleeps_there(three: list[Host], settings: Any) -> None:
+    model = make_model(deployed=True, enable_sleep_mode=True, sleep_level=2)
+    row = make_instance(host=three[0], model=model, state=S.SLEEPING, desired_state="sleeping", sleep_level=2)
+    _lost(three[0])
+    assert _now(row).state == S.FAILED
+    Instance.objects.filter(pk=row.pk).update(next_restart_at=timezone.now())
+    control.restarts_due()
+    instance_place(row.pk)
+    assert (_now(row).state, _now(row).desired_state) == (S.SCHEDULED, "sleeping")
+    assert _now(row).host in three[1:]
+    Instance.objects.filter(pk=row.pk).update(state=S.READY)
+    assert sleep_again(row.pk)
+    assert (_now(row).state, _now(row).sleep_level) == (S.DRAINING, 2)
+
+
+def test_silent_sleeper_is_unreachable_and_asleep_again_when_its_host_is_back(
+    three: list[Host], settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unreachable is not gone: what its engine says counts, and the wish holds."""
+    from models_app.engines.metrics import EngineMetrics
+    from models_app.services import reconcile
+
+    level = ["weights_offloaded"]
+
+    class Engine:
+        def metrics(self) -> EngineMetrics:
+            return EngineMetrics(sleep_state=level[0])
+
+    settings.SARDEENZ_HOST_NAME, settings.HOST_BACK_AFTER_S = "ha", 0.0
+    monkeypatch.setattr(reconcile, "client", lambda *_, **__: Engine())
+    monkeypatch.setattr(reconcile, "end_found", lambda *_: False)
+    model = make_model(deployed=True, enable_sleep_mode=True)
+    row = make_instance(host=three[0], model=model, state=S.SLEEPING, desired_state="sleeping", sleep_level=1)
+    _silence(three[0])
+    control.hosts_check()
+    assert (_now(row).state, _now(row).desired_state) == (S.UNREACHABLE, "sleeping")
+    _speak(three[0])
+    reconcile_host("ha")
+    assert (_now(row).state, _now(row).desired_state) == (S.SLEEPING, "sleeping")
+    level[0] = "awake"
+    Instance.objects.filter(pk=row.pk).update(state=S.UNREACHABLE)
+    reconcile_host("ha")
+    assert _now(row).state == S.READY
+    reconcile_host("ha")
+    assert (_now(row).state, _now(row).desired_state) == (S.DRAINING, "sleeping")
+
+
+def test_sleeper_whose_process_is_gone_when_its_host_is_back_is_started_and_sleeps(
+    three: list[Host], settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.SARDEENZ_HOST_NAME, settings.HOST_BACK_AFTER_S, settings.START_GRACE_S = "ha", 0.0, 0.0
+    monkeypatch.setattr(process, "find_marked", lambda _: [])
+    model = make_model(deployed=True, enable_sleep_mode=True)
+    row = make_instance(host=three[0], model=model, state=S.UNREACHABLE, desired_state="sleeping", sleep_level=1)
+    reconcile_host("ha")
+    assert (_now(row).state, _now(row).desired_state) == (S.FAILED, "sleeping")
+    assert _now(row).next_restart_at is not None
 
 
 def test_lost_host_that_returns_ends_what_it_no_longer_owns(

@@ -11,6 +11,7 @@ from models_app import dispatch
 from models_app.errors import Conflict, InvalidInput
 from models_app.models import Instance, Model, Operation, Preset
 from models_app.services import specs
+from models_app.services.model_fields import POLICY_READERS, READERS
 from models_app.services.models import model_create, model_update
 from models_app.services.operations import operation_cancel, operation_step
 from models_app.services.presets import preset_apply, preset_diff, preset_save
@@ -392,3 +393,9 @@ def test_sleeper_that_cannot_be_woken_ends_its_step_with_the_reason() -> None:
     _set("a", S.SLEEPING, desired_state="sleeping", reason="Still asleep: waking failed.")
     _look(operation)
     assert operation.steps[0]["message"] == "It sleeps, and the preset wants it awake. Still asleep: waking failed."
+
+
+def test_every_option_that_a_model_can_be_given_is_kept() -> None:
+    _running("a")
+    entry = preset_save("one", actor="anna").entries[0]
+    assert set(READERS) | set(POLICY_READERS) <= set(entry)

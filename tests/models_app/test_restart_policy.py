@@ -44,7 +44,6 @@ def test_end_that_was_asked_for_is_no_failure() -> None:
 
 def test_what_shall_be_stopped_is_not_restarted() -> None:
     assert _decide(desired="stopped").delay_s is None
-    assert _decide(desired="sleeping").delay_s is None
 
 
 def test_policy_never_leaves_it() -> None:
@@ -78,3 +77,8 @@ def test_restart_of_the_host_brings_everything_back_at_once(policy: str) -> None
 
 def test_nothing_is_restarted_on_a_host_in_maintenance() -> None:
     assert _decide(host_in_maintenance=True).delay_s is None
+
+
+def test_sleeper_whose_process_is_gone_comes_back_like_any_other() -> None:
+    assert _decide(desired="sleeping", was_ready=True).delay_s is not None
+    assert _decide(desired="sleeping", policy="never").delay_s is None
