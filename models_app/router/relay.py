@@ -133,7 +133,6 @@ class Relay:
             if not reply.started:
                 raise lost_midway(exc) from exc
             raise BrokenOff from exc
-        tally.first_token_at = tally.first_byte_at
         tally.prompt_tokens, tally.completion_tokens = tail.usage()
 
     async def _piecewise(self, tail: AnswerTail) -> None:
@@ -183,6 +182,8 @@ class Relay:
                 body += block
         except UpstreamError as exc:
             self.tally.failed = exc.kind
+        if self.capture is not None:
+            self.capture.feed(body)
         self.tally.failed = self.tally.failed or "engine_error"
         self.tally.first_byte_at = time.monotonic()
         status = connection.status

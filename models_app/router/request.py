@@ -250,6 +250,8 @@ class Ask:
             elif isinstance(options, dict) and not options.get("include_usage"):
                 self.strip_usage = True
                 changed["stream_options"] = {**options, "include_usage": True}
+                if options.get("continuous_usage_stats"):  # without usage at the end it has no effect: keep it so
+                    changed["stream_options"]["continuous_usage_stats"] = False
         if changed:
             return orjson.dumps({**data, **changed, **added})
         if added:

@@ -91,6 +91,11 @@ async def test_usage_is_asked_for_whatever_the_options_say(
     assert "usage" not in response.text
 
 
+async def test_usage_in_every_chunk_is_not_forced_on_who_did_not_ask(router: Router, engine: FakeEngine) -> None:
+    await router.chat(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True})
+    assert engine.requests[0].json["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
+
+
 async def test_first_chunk_arrives_before_the_last_is_made(router: Router, engine: FakeEngine) -> None:
     go_on = asyncio.Event()
 
@@ -453,6 +458,7 @@ async def test_usage_of_a_plain_answer_is_counted(router: Router) -> None:
         "test",
         "m",
     )
+    assert record["ttft_histogram"] == {}  # when its first token was made, nobody can tell
 
 
 async def test_large_answer_arrives_unchanged(router: Router, engine: FakeEngine) -> None:
