@@ -73,11 +73,15 @@ def _sleep_state(body: bytes) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """What ``/kvcache/status`` says of a limit: ``foreign`` when the segment holds a stranger's number."""
+    """What ``/kvcache/status`` says of a limit: ``foreign`` when the segment holds a stranger's number.
+
+    ``tells``: whether the engine keeps watch of strangers at all; one without our add-on does not.
+    """
 
     capacity_bytes: int | None
     limit_bytes: int | None
     foreign: bool
+    tells: bool = True
 
 
 def parse_status(body: bytes) -> LimitFacts | None:
@@ -88,7 +92,10 @@ def parse_status(body: bytes) -> LimitFacts | None:
         capacity = segment.get("capacity_bytes") or segment.get("capacity")
         limit = segment.get("limit_bytes") or segment.get("total_size")
         return LimitFacts(
-            int(capacity) if capacity else None, int(limit) if limit else None, segment.get("drift_bytes") is not None
+            int(capacity) if capacity else None,
+            int(limit) if limit else None,
+            segment.get("drift_bytes") is not None,
+            "drift_bytes" in segment,
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None

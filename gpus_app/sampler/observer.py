@@ -66,8 +66,10 @@ class _Engine:
     known_limit: int | None = None  # the limit that the engine itself stands by
     capacity: int | None = None
     foreign: bool = False
+    untold: bool = False  # the limit has changed, and this engine keeps no watch of who writes it
     status_due: float = 0.0
     has_status: bool | None = None
+    tells_drift: bool = True
     segment: Segment | None = None
     state: InstanceState = "starting"
     note: str = ""
@@ -200,6 +202,7 @@ class Observer:
         engine.has_status = True
         engine.capacity = facts.capacity_bytes
         engine.foreign = facts.foreign
+        engine.tells_drift = facts.tells
         if facts.foreign:
             engine.status_due = min(engine.status_due, answer.at + DRIFT_EVERY_S)
         if engine.segment is not None:
@@ -219,7 +222,7 @@ class Observer:
     def _read_segment(self, attempt: Attempt, first: Attempt) -> None:
         """``first``: the oldest engine with this segment's name. One segment is never counted for two."""
         engine = self._engines[attempt.attempt_id]
-        engine.segment, engine.note = None, ""
+        before, engine.segment, engine.note = engine.segment, None, ""
         if first is not attempt:
             engine.state = "unreadable"
             engine.note = f"It shares its segment with instance {first.instance_id}; no figure of it can be trusted."
@@ -237,9 +240,11 @@ class Observer:
         except (SegmentUnreadable, SegmentInvalid) as exc:
             engine.state, engine.note = "unreadable", str(exc)
         else:
-            self._accept(engine, segment)
+            self._accept(engine, segment, before)
 
-    def _accept(self, engine: _Engine, segment: Segment) -> None:
+    def _accept(self, engine: _Engine, segment: Segment, before: Segment | None) -> None:
+        if before is not None and segment.limit_bytes != before.limit_bytes:
+            engine.untold = engine.has_status is False or not engine.tells_drift
         if not segment.valid:
             engine.state = "lost" if engine.had_segment else "unreadable"
             engine.note = f"Its segment says {segment.limit_bytes}, which is no valid limit; the engine ignores it."
@@ -253,6 +258,9 @@ class Observer:
     def _judge(self, attempt: Attempt) -> list[Hint]:
         """Hints about one living engine, each again only after a while."""
         engine = self._engines[attempt.attempt_id]
+        if engine.untold:  # ours or a stranger's: the worker, which knows what is wanted, compares
+            engine.untold = False
+            return [Hint("drift", attempt.instance_id)]
         if (engine.foreign or engine.state == "lost") and self._due(engine, "drift"):
             return [Hint("drift", attempt.instance_id)]
         return []

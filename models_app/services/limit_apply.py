@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from django.db import transaction
@@ -14,13 +15,15 @@ from models_app.engines.client import EngineRefused
 from models_app.errors import EngineUnavailable
 from models_app.models import Instance
 from models_app.services.access import client, here
-from models_app.services.limit_foreign import FOREIGN, foreign_limit, foreign_trim
+from models_app.services.limit_foreign import FOREIGN, foreign_drift, foreign_limit, foreign_trim
 from models_app.services.ready import kv_fields
 from models_app.states import LIMIT_NOW, InstanceState, LimitStatus
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
+#: One change at a time where the segment alone tells: what one thread writes, another would take for a stranger's.
+_FOREIGN = threading.Lock()
 #: Answers after which there is more to see.
 _UNSETTLED = frozenset({LimitStatus.PENDING, LimitStatus.DEFERRED, LimitStatus.STARVED, LimitStatus.UNAVAILABLE})
 #: What an engine's refusal is called in our rows.
@@ -36,10 +39,33 @@ def limit_apply(instance_id: int) -> bool:
     row = here(instance_id)
     if row is None or InstanceState(row.state) not in LIMIT_NOW or not row.model.kvcached or row.provider == "none":
         return False
-    unsent = row.limit_bytes is not None and row.limit_acked_revision < row.limit_revision
-    if unsent or (row.provider in FOREIGN and row.limit_bytes is not None):
-        return _send(row, noted=not unsent)
+    if row.provider in FOREIGN:
+        with _FOREIGN:
+            return _foreign(row)
+    if row.limit_bytes is not None and row.limit_acked_revision < row.limit_revision:
+        return _send(row)
     return _look(row)
+
+
+def _foreign(row: Instance) -> bool:
+    """An engine that keeps no watch itself: what stands in its segment is compared here, and put right."""
+    try:
+        found = foreign_drift(row)
+    except EngineUnavailable as exc:
+        log.info("%s: %s", row, exc.message)
+        found = None
+    if found is not None:
+        _drift_note(row, found)
+    if row.limit_bytes is not None:
+        return _send(row, noted=row.limit_acked_revision >= row.limit_revision)
+    if found is not None:
+        try:
+            answer = foreign_limit(row, client(row))
+        except (EngineUnavailable, EngineRefused) as exc:
+            log.warning("%s: its limit above capacity cannot be put back: %s", row, exc.message)
+            return True
+        transitions.report(row.pk, effective_limit_bytes=answer["effective_limit_bytes"])
+    return False
 
 
 def limit_tell(row: Instance) -> None:
@@ -106,12 +132,7 @@ def _look(row: Instance) -> bool:
             transitions.report(row.pk, **fields)
         return False
     if _drifted(row, status, own):
-        transitions.note(
-            row.pk,
-            "drift",
-            f"Somebody else set the limit to {gib(own.get('limit_bytes') or 0)}; {gib(row.limit_bytes)} is put back.",
-            facts={"found_bytes": own.get("limit_bytes"), "wanted_bytes": row.limit_bytes},
-        )
+        _drift_note(row, int(own.get("limit_bytes") or 0))
         return _send(row)
     state = LimitStatus(own["state"]) if own.get("state") in LimitStatus.__members__.values() else None
     if state and (state != row.limit_status or row.effective_limit_bytes != fields["effective_limit_bytes"]):
@@ -126,6 +147,16 @@ def _look(row: Instance) -> bool:
             waited = (timezone.now() - row.limit_set_at).total_seconds() if row.limit_set_at else 0
             transitions.note(row.pk, "limit", f"KV limit in force after {waited:.0f} s.", actor=row.limit_set_by)
     return (state or LimitStatus(row.limit_status)) in _UNSETTLED
+
+
+def _drift_note(row: Instance, found_bytes: int) -> None:
+    wanted = row.limit_bytes or row.capacity_bytes or 0
+    transitions.note(
+        row.pk,
+        "drift",
+        f"Somebody else set the limit to {gib(found_bytes)}; {gib(wanted)} is put back.",
+        facts={"found_bytes": found_bytes, "wanted_bytes": wanted},
+    )
 
 
 def _progress_message(state: LimitStatus, own: dict[str, Any]) -> str:
@@ -189,7 +220,13 @@ def trim_apply(instance_id: int, request_id: str = "", actor: str = "system") ->
         answer_keep(row.pk, "trim", {"status": LimitStatus.UNAVAILABLE, "message": message, "request_id": request_id})
         return
     try:
-        answer = foreign_trim(row, client(row)) if row.provider in FOREIGN else client(row).kvcache_trim()
+        if row.provider in FOREIGN:
+            with _FOREIGN:
+                answer = foreign_trim(row, client(row))
+                if answer.get("effective_limit_bytes"):
+                    transitions.report(row.pk, effective_limit_bytes=answer["effective_limit_bytes"])
+        else:
+            answer = client(row).kvcache_trim()
     except EngineUnavailable as exc:
         answer = {"status": LimitStatus.UNAVAILABLE, "message": exc.message}
     except EngineRefused as exc:

@@ -61,11 +61,12 @@ def foreign_limit(row: Instance, engine: EngineClient) -> dict[str, Any]:
     Raises EngineUnavailable, EngineRefused.
     """
     pool = pool_of(row)
-    wanted = row.limit_bytes or pool.limit_bytes
+    wanted = row.limit_bytes or row.capacity_bytes or pool.limit_bytes
     target = max(wanted, pool.used_bytes) if row.provider == PR324 else wanted
     if pool.limit_bytes != target:
         if row.provider == PR324:
             engine.kvcache_limit(target, force=row.limit_force)
+            target = pool_of(row).limit_bytes  # it raises what is below its own floor
         else:
             write_limit(row.ipc_name, target)
     over = max(pool.footprint_bytes - wanted, 0)
@@ -82,6 +83,19 @@ def foreign_limit(row: Instance, engine: EngineClient) -> dict[str, Any]:
     }
 
 
+def foreign_drift(row: Instance) -> int | None:
+    """The limit that a stranger has written; None when it is the one that we put there, or ours is not told yet.
+
+    Where no limit was ever wanted only one above the capacity counts: such a pool hands pages out twice.
+    Raises EngineUnavailable.
+    """
+    found = pool_of(row).limit_bytes
+    if row.limit_bytes is None:
+        return found if row.capacity_bytes and found > row.capacity_bytes else None
+    heard = row.limit_acked_revision >= row.limit_revision and row.effective_limit_bytes is not None
+    return found if heard and found != row.effective_limit_bytes else None
+
+
 def foreign_trim(row: Instance, engine: EngineClient) -> dict[str, Any]:
     """Trim where the engine can, and put the limit back that its trim has lowered. ``freed_bytes`` is measured."""
     if row.provider == SEGMENT:
@@ -91,7 +105,12 @@ def foreign_trim(row: Instance, engine: EngineClient) -> dict[str, Any]:
     engine.kvcache_limit(max(row.limit_bytes or before.limit_bytes, before.used_bytes), force=row.limit_force)
     after = pool_of(row)
     freed = max(before.footprint_bytes - after.footprint_bytes, 0)
-    return {"status": LimitStatus.APPLIED, "message": f"{gib(freed)} given back.", "freed_bytes": freed}
+    return {
+        "status": LimitStatus.APPLIED,
+        "message": f"{gib(freed)} given back.",
+        "freed_bytes": freed,
+        "effective_limit_bytes": after.limit_bytes,
+    }
 
 
 def write_limit(name: str, limit_bytes: int) -> None:

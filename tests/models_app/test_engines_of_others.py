@@ -85,6 +85,43 @@ def test_foreign_writers_limit_is_put_back_and_on_record(fleet: Host, pump: Pump
     pump.run(lambda: limit_apply(row.pk) or read_segment(row.ipc_name).limit_bytes <= 3 * GIB)
 
 
+@pytest.mark.parametrize("faults", ["no_addon", "pr324"])
+def test_strangers_limit_on_an_engine_without_our_add_on_is_put_back_and_on_record(
+    fleet: Host, pump: Pump, settings: Any, faults: str
+) -> None:
+    row = _ready(pump, settings, faults)
+    kvcache_limit_set(row, size="3G", actor="anna", wait_s=0)
+    pump.run(lambda: _now(row).limit_acked_revision == 1)
+    limit_apply(row.pk)
+    assert not row.events.filter(kind="drift").exists(), "what we wrote ourselves is no drift"
+    write_limit(row.ipc_name, 200 * GIB)
+    limit_apply(row.pk)  # what the sampler's hint brings about
+    assert read_segment(row.ipc_name).limit_bytes == 3 * GIB
+    drift = row.events.get(kind="drift")
+    assert drift.facts == {"found_bytes": 200 * GIB, "wanted_bytes": 3 * GIB}
+    trim_apply(row.pk, "x", "anna")
+    limit_apply(row.pk)
+    assert row.events.filter(kind="drift").count() == 1, "nor is what our own trim does to the limit"
+
+
+@pytest.mark.parametrize("faults", ["no_addon", "pr324"])
+def test_limit_above_capacity_is_put_back_where_none_was_ever_set(
+    fleet: Host, pump: Pump, settings: Any, faults: str
+) -> None:
+    """A3: pages would be handed out twice."""
+    row = _ready(pump, settings, faults)
+    capacity = row.capacity_bytes or 0
+    assert row.limit_bytes is None and read_segment(row.ipc_name).limit_bytes == capacity > 0
+    limit_apply(row.pk)
+    write_limit(row.ipc_name, capacity - 4 * (row.bundle_bytes or 2**27))
+    limit_apply(row.pk)
+    assert not row.events.filter(kind="drift").exists(), "below capacity it may be whatever its owner likes"
+    write_limit(row.ipc_name, 200 * GIB)
+    limit_apply(row.pk)
+    assert read_segment(row.ipc_name).limit_bytes == capacity
+    assert row.events.get(kind="drift").facts["found_bytes"] == 200 * GIB
+
+
 def test_start_that_takes_too_long_fails_and_its_whole_tree_is_ended(fleet: Host, pump: Pump, settings: Any) -> None:
     settings.SARDEENZ_SIM_FAULTS = "slow_load:100000"
     settings.START_LIMIT_S = 2.0

@@ -396,6 +396,21 @@ def test_an_engine_without_our_endpoints_is_read_all_the_same(world: World) -> N
     assert world.engines[0].requests["/kvcache/status"] == 1
 
 
+@pytest.mark.parametrize("answer", [None, {"segments": [{"total_size": 8 * GIB}]}])
+def test_a_limit_that_changes_on_an_engine_that_keeps_no_watch_is_told_at_once(
+    world: World, answer: dict[str, Any] | None
+) -> None:
+    """Neither stock engines nor the pull request's know who wrote a limit: the worker compares, within a second."""
+    world.serve()
+    world.engines[0].status = answer
+    for _ in range(3):
+        assert world.observer.look().hints == []
+    for limit in (30 * GIB, 6 * GIB):
+        write_segment(world.host.shm, world.host.ipc(1), limit, GIB)
+        assert world.observer.look().hints == [Hint("drift", 1)]
+        assert world.observer.look().hints == []
+
+
 def test_a_new_sampler_finds_the_engines_that_run(world: World) -> None:
     """The sampler was killed and started again: same figures, nothing forgotten."""
     world.serve()
