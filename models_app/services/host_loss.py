@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from gpus_app.models import Host
 from models_app.engines.causes import Cause
+from models_app.errors import Conflict
 from models_app.models import AuditEntry, Instance, Model
 from models_app.services.audit import audit
 from models_app.services.ending import instance_fail
@@ -66,6 +67,12 @@ def freeze_sentence(hosts: Sequence[Host]) -> str:
         "database, so nothing is taken out of the routes, restarted or placed anew until they are heard of again. "
         "If they are truly gone, set them to maintenance."
     )
+
+
+def require_thaw() -> None:
+    """Raises Conflict, with the sentence, while it is frozen: nothing new is placed then."""
+    if sentence := freeze_sentence(list(Host.objects.all())):
+        raise Conflict(sentence)
 
 
 def freeze_check(hosts: Sequence[Host]) -> bool:

@@ -21,6 +21,7 @@ from models_app.models import Instance, Model
 from models_app.services import placement, specs
 from models_app.services.audit import audit, audited
 from models_app.services.ending import restart_at, restart_decision
+from models_app.services.host_loss import freeze_sentence, require_thaw
 from models_app.services.locks import instance_locked
 from models_app.services.placement import Placement, Wish
 from models_app.services.requeue import requeue
@@ -50,10 +51,11 @@ def model_launch(
 
     A replica that is being stopped is started again after its end. ``replicas``, when given, becomes the model's wish.
     ``anyway`` starts although the memory does not suffice by our figures. Raises BrokerAway before anything is written,
-    DoesNotFit with numbers, Conflict (instance cap, no host), InvalidInput (unknown host or GPUs).
+    DoesNotFit with numbers, Conflict (instance cap, no host, most hosts away), InvalidInput (unknown host or GPUs).
     """
     with audited(actor, "model.launch", model.served_model_name):
         wish = _wish(model, replicas, host, gpu_uuids, anyway)
+        require_thaw()
         broker.require()
         try:
             with transaction.atomic():
@@ -200,6 +202,10 @@ def instance_place(instance_id: int) -> bool:
             return False
         if row.desired_state == DesiredState.STOPPED:
             return transitions.move(row.pk, S.STOPPED, expected=S.PENDING, reason="Cancelled before it was placed.")
+        if frozen := freeze_sentence(list(hosts.values())):
+            if row.reason != frozen[:1000]:
+                transitions.report(row.pk, expected=S.PENDING, reason=frozen[:1000])
+            return False
         wish = Wish.of(row.model, row.placement_wish)
         found = placement.place(row.model, wish, without=row.pk, unusable=specs.unusable_hosts(row.model))
         if not found.decision.gpus:
@@ -250,9 +256,10 @@ def _not_placed(row: Instance, found: Placement) -> bool:
 def instance_restart(instance: Instance, *, actor: str, force: bool = False) -> Instance:
     """Drain, stop and start again with the model's saved options; a stopped or failed instance just starts.
 
-    Raises BrokerAway before anything is written.
+    Raises BrokerAway, Conflict (another takes over from it, most hosts away) before anything is written.
     """
     with audited(actor, "instance.restart", str(instance)):
+        require_thaw()
         broker.require()
         with transaction.atomic():
             row = instance_locked(instance.pk)

@@ -19,6 +19,7 @@ from models_app import broker, dispatch, events, transitions
 from models_app.errors import BrokerAway, Conflict, DoesNotFit, SardeenzError
 from models_app.models import Instance, Model, Operation
 from models_app.services import placement, specs
+from models_app.services.host_loss import require_thaw
 from models_app.services.launch import wish_elsewhere
 from models_app.services.operations import OPEN, Progress, handles, operation_create
 from models_app.services.placement import Wish
@@ -67,6 +68,7 @@ def _replace(
     model: Model, rows: Iterable[Instance], wish: Wish | None, *, title: str, actor: str, awake: bool = False
 ) -> Operation:
     rows = list(rows)
+    require_thaw()
     broker.require()
     for row in rows:
         if row.state not in REPLACEABLE:

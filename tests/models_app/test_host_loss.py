@@ -14,11 +14,13 @@ from models_app import dispatch
 from models_app.engines import process
 from models_app.engines.identity import Marker
 from models_app.engines.process import MarkedProcess
+from models_app.errors import Conflict
 from models_app.models import AuditEntry, Instance
 from models_app.services import control, leftovers
 from models_app.services.host_loss import freeze_sentence, vanished_together
-from models_app.services.launch import instance_place
+from models_app.services.launch import instance_place, instance_restart, model_launch
 from models_app.services.reconcile import reconcile_host
+from models_app.services.rollout import instance_move
 from models_app.services.sleep import sleep_again
 from models_app.services.start import _claim
 from models_app.states import InstanceState
@@ -91,6 +93,26 @@ def test_hosts_that_come_back_end_the_freeze_with_a_record(three: list[Host]) ->
     control.restarts_due()
     assert list(AuditEntry.objects.order_by("pk").values_list("action", flat=True)) == ["hosts.freeze", "hosts.thaw"]
     assert _now(failed).state == S.PENDING
+
+
+def test_frozen_fleet_places_nothing_and_says_so(three: list[Host]) -> None:
+    row = make_instance(state=S.PENDING)
+    serving = make_instance(host=three[2])
+    _silence(three[0])
+    _silence(three[1])
+    assert not instance_place(row.pk)
+    assert (_now(row).state, _now(row).reason) == (S.PENDING, freeze_sentence(_hosts()))
+    for ask in (
+        lambda: model_launch(make_model(), actor="anna"),
+        lambda: model_launch(make_model(), actor="anna", host=three[2], anyway=True),
+        lambda: instance_restart(serving, actor="anna"),
+        lambda: instance_move(serving, actor="anna", host="ha"),
+    ):
+        with pytest.raises(Conflict, match="2 of 3 hosts fell silent at once"):
+            ask()
+    assert _now(serving).state == S.READY
+    _speak(three[0])
+    assert instance_place(row.pk)
 
 
 def test_freeze_again_is_said_again(three: list[Host]) -> None:
