@@ -62,17 +62,18 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
                     host.read_at,
                 )
             )
-        for orphan in host.orphans:
-            name = orphan.served_model_name or orphan.name
+        for left in host.leftovers:
+            orphan, name = left.orphan, left.title
             found.append(
                 Item(
                     2,
                     "warn",
                     "ghost-2",
                     f"Leftover processes of {name} on {host.host.name}",
-                    f"Start {orphan.attempt_id} belongs to no instance and may hold GPU memory.",
+                    f"Start {orphan.attempt_id} belongs to no instance"
+                    + (f" and holds {words.gib(left.total_bytes)} GiB." if left.total_bytes else "."),
                     f"/gpus/#host-{host.host.pk}",
-                    None,
+                    left.since,
                 )
             )
         for card in host.cards:

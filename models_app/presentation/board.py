@@ -14,8 +14,9 @@ from gpus_app.models import Gpu, GpuPolicy, Host
 from gpus_app.selectors import hosts_with_gpus, latest_all
 from models_app.models import Instance, MemoryPolicy
 from models_app.presentation.actions import Action, actions_for
+from models_app.presentation.leftover_view import Holding, Leftover, leftovers_of, unclaimed_bytes
 from models_app.presentation.memory_bar import Bar, Share, with_distinct_slots
-from models_app.services.leftovers import Orphan, orphans_shown
+from models_app.services.leftovers import orphans_shown
 from models_app.states import OCCUPIES_GPU, DesiredState, InstanceState
 
 #: A reading older than this is shown as old.
@@ -73,6 +74,7 @@ class GpuCard:
     reading: Mapping[str, Any] | None
     bar: Bar
     rows: list[Row] = field(default_factory=list)
+    leftovers: list[Holding] = field(default_factory=list)
 
     @property
     def held(self) -> bool:
@@ -88,7 +90,8 @@ class HostCard:
     age_s: float | None
     read_at: datetime | None
     cards: list[GpuCard] = field(default_factory=list)
-    orphans: list[Orphan] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
+    stale_segments: list[str] = field(default_factory=list)
 
     @property
     def stale(self) -> bool:
@@ -155,10 +158,12 @@ def build_board(role: str | None, *, instances: Iterable[Instance] | None = None
             reachable=host.reachable,
             age_s=record.get("age_s") if record else None,
             read_at=datetime.fromtimestamp(record["t"], UTC) if record else None,
-            orphans=[orphan for orphan in orphans if orphan.host == host.name],
+            leftovers=leftovers_of(host.name, orphans, record),
+            stale_segments=list(record.get("stale_segments") or ()) if record else [],
         )
         for gpu in host.gpus.all():
-            card.cards.append(make_card(gpu, readings.get(gpu.uuid), by_gpu.get(gpu.uuid, ()), role))
+            found_here = make_card(gpu, readings.get(gpu.uuid), by_gpu.get(gpu.uuid, ()), role)
+            card.cards.append(with_leftovers(found_here, card.leftovers))
         found.append(card)
     away = any(record.get("source") == "database" for record in records.values())
     return Board(found, homeless, away, timezone.now())
@@ -169,7 +174,15 @@ def build_card(gpu: Gpu, role: str | None) -> GpuCard:
     record = latest_all([gpu.host.name]).get(gpu.host.name)
     reading = next((g for g in record["gpus"] if g["uuid"] == gpu.uuid), None) if record else None
     instances = [instance for instance in shown_instances() if gpu.uuid in instance.gpu_uuids]
-    return make_card(gpu, reading, instances, role)
+    found = leftovers_of(gpu.host.name, orphans_shown([gpu.host.name]), record)
+    return with_leftovers(make_card(gpu, reading, instances, role), found)
+
+
+def with_leftovers(card: GpuCard, leftovers: Iterable[Leftover]) -> GpuCard:
+    """The card with what no row claims on it."""
+    uuid = card.gpu.uuid
+    card.leftovers = [Holding(one, one.bytes_by_gpu[uuid]) for one in leftovers if uuid in one.bytes_by_gpu]
+    return card
 
 
 def make_card(gpu: Gpu, reading: Mapping[str, Any] | None, instances: Iterable[Instance], role: str | None) -> GpuCard:
@@ -180,12 +193,15 @@ def make_card(gpu: Gpu, reading: Mapping[str, Any] | None, instances: Iterable[I
     for row, share in zip(rows, shares, strict=True):
         row.share = share
     known = reading is not None and not reading.get("error")
+    other = 0
+    if reading is not None:
+        other = (reading.get("other") or 0) + unclaimed_bytes(reading, (row.instance.pk for row in rows))
     bar = Bar(
         uuid=gpu.uuid,
         title=f"GPU {gpu.index} {gpu.name}",
         total_bytes=(reading or {}).get("total") or gpu.total_bytes,
         shares=shares,
-        other_bytes=(reading or {}).get("other") or 0,
+        other_bytes=other,
         reserve_bytes=policy.reserve_bytes if policy else 0,
         known=known,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from django.conf import settings
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import get_object_or_404, render
 from django.views.decorators.http import require_GET
@@ -22,7 +21,6 @@ def gpus(request: HttpRequest) -> HttpResponse:
     context = {
         "board": board,
         "windows": WINDOWS,
-        "this_host": settings.SARDEENZ_HOST_NAME,
         "any_live": any(row.instance.is_live for row in board.rows),
     }
     template = "models_app/_gpus_body.html" if target_is(request, "gpus-body") else "models_app/gpus.html"

@@ -16,9 +16,9 @@ from models_app.forms.policy import HOLDS, GpuPolicyForm, MemoryPolicyForm
 from models_app.models import Model
 from models_app.permissions import may_risk, require_role
 from models_app.services.cards import policy_of
-from models_app.services.leftovers import orphan_reap
 from models_app.services.memory_rules import gpu_policy_change
 from models_app.services.models import model_update
+from models_app.services.reaping import leftover_reap
 from models_app.services.room import tidy
 from models_app.views.common import act, actor_of, back_address, dialog, done, refused, target_is, trigger
 
@@ -180,12 +180,15 @@ def host_close(request: HttpRequest, host_id: int) -> HttpResponse:
 
 @require_POST
 @require_role("operator")
-def orphan_end(request: HttpRequest, attempt_id: int) -> HttpResponse:
-    """End leftover processes on this machine that no instance claims."""
+def leftover_end(request: HttpRequest, host_id: int, attempt_id: int) -> HttpResponse:
+    """End processes that no instance claims, on whichever host they live: judged there, at that moment."""
+    host = get_object_or_404(Host, pk=host_id)
 
     def work() -> str:
-        pids = orphan_reap(attempt_id, actor=actor_of(request))
-        return f"Ended: pid {', '.join(map(str, pids))}." if pids else "They do not end; see the host's process list."
+        outcome = leftover_reap(host.name, attempt_id, actor=actor_of(request))
+        if outcome == "ended":
+            return f"What was left of start {attempt_id} has ended."
+        return f"Host {host.name} is asked to end what is left of start {attempt_id}; see its row, or the audit trail."
 
     return act(request, work, back=back_address(request, "/gpus/"), changed=BOARD)
 
