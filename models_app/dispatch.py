@@ -22,6 +22,7 @@ PLACE = "models_app.place"
 RECONCILE_CONTROL = "models_app.reconcile_control"
 PUBLISH_ROUTES = "models_app.publish_routes"
 DEMAND = "models_app.demand"
+SUSPECT = "models_app.suspect"
 OPERATION_STEP = "models_app.operation_step"
 REBALANCE = "models_app.rebalance"
 # queue of the instance's host
@@ -41,6 +42,7 @@ TASK_NAMES = (
     RECONCILE_CONTROL,
     PUBLISH_ROUTES,
     DEMAND,
+    SUSPECT,
     OPERATION_STEP,
     REBALANCE,
     START,

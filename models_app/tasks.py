@@ -23,6 +23,7 @@ from models_app.services import (
     room,
     sleep,
     stop,
+    suspicion,
 )
 from models_app.services.probe import PROBE_EVERY_S, instance_probe
 from models_app.services.start import instance_start
@@ -126,6 +127,11 @@ def publish_routes() -> None:
 @shared_task(name=dispatch.DEMAND, **QUICK)
 def demand_task(served_model_name: str) -> None:
     demand.model_demand(served_model_name)
+
+
+@shared_task(name=dispatch.SUSPECT, **QUICK)
+def suspect(instance_id: int, kind: str) -> None:
+    suspicion.instance_suspect(instance_id, kind=kind)
 
 
 @shared_task(name=dispatch.OPERATION_STEP, **SLOW)

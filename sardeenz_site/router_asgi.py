@@ -85,6 +85,7 @@ def _build(*, inside_web: bool) -> FedRouter:
         on_usage=feed.on_usage,
         on_event=feed.on_event,
         on_capture=feed.on_capture,
+        on_suspect=feed.on_suspect,
         config=config,
         metrics_files=None if inside_web else MetricsFiles(home / "router-metrics"),
     )

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ USAGE_LIST = "sardeenz:usage"
 EVENTS_LIST = "sardeenz:router.events"
 CAPTURES_LIST = "sardeenz:router.captures:"  # and the key's id
 DEMAND_TASK = "models_app.demand"
-DEMAND_QUEUE = "control"
+SUSPECT_TASK = "models_app.suspect"
+CONTROL_QUEUE = "control"
 
 _PARTS = ("models", "routes", "keys")
 _POLL_S = 2.0
@@ -46,6 +48,8 @@ _RECONNECT_S = 1.0
 _USAGE_LIST_LENGTH = 10_000
 _EVENTS_LIST_LENGTH = 500
 _DEMAND_EXPIRES_S = 60
+#: A hint that an engine failed is worth nothing later: the reconciler has looked since.
+_SUSPECT_EXPIRES_S = 10
 _CAPTURES_LENGTH = 100
 _CAPTURES_KEPT_S = 24 * 3600
 
@@ -66,6 +70,8 @@ class RouterFeed:
         self._changed = asyncio.Event()
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         self._captures: deque[dict[str, Any]] = deque(maxlen=50)
+        self._suspects: dict[int, tuple[str, float]] = {}  # instance id -> how it failed, when (monotonic)
+        self._suspected = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._last: dict[str, Any] = {}
         self._file_stamp: tuple[int, int] = (0, 0)
@@ -88,7 +94,7 @@ class RouterFeed:
             self._peers = Peers(f"{os.uname().nodename}:{os.getpid()}", app.limiter, app.doors)
         jobs = [self._poll()]
         if self._client is not None:
-            jobs += [self._listen(), self._tell_peers()]
+            jobs += [self._listen(), self._tell_peers(), self._tell_suspects()]
         self._tasks = [asyncio.get_running_loop().create_task(job) for job in jobs]
 
     async def stop(self) -> None:
@@ -245,6 +251,27 @@ class RouterFeed:
         """Kept until it can be told; the oldest is dropped past a hundred."""
         self._events.append(event)
 
+    def on_suspect(self, instance_id: int, kind: str) -> None:
+        """An engine failed: told as soon as the broker takes it, the newest failure of each instance only."""
+        self._suspects[instance_id] = (kind, time.monotonic())
+        self._suspected.set()
+
+    async def _tell_suspects(self) -> None:
+        """Hints to look at an engine now. With the broker away they grow old and go; the reconciler looks anyway."""
+        while not _cancelled():
+            await self._suspected.wait()
+            self._suspected.clear()
+            waiting, self._suspects = self._suspects, {}
+            for instance_id, (kind, at) in waiting.items():
+                if time.monotonic() - at > _SUSPECT_EXPIRES_S:
+                    continue
+                try:
+                    await asyncio.to_thread(
+                        self._send_task, SUSPECT_TASK, [instance_id, kind], expires=_SUSPECT_EXPIRES_S
+                    )
+                except Exception as exc:  # kombu raises errors of its own, of redis-py and of sockets
+                    self._note_away(exc)
+
     async def on_usage(self, records: list[UsageRecord]) -> None:
         """One entry per batch. Raises when Redis does not take it; the router adds it to the next one."""
         client = self._client
@@ -264,11 +291,11 @@ class RouterFeed:
         """Send the task that wakes or loads a model. Raises when the broker does not take it."""
         if self._celery_url is None:
             raise ConnectionError("no broker to ask for a model")
-        await asyncio.to_thread(self._send_demand, model)
+        await asyncio.to_thread(self._send_task, DEMAND_TASK, [model], expires=_DEMAND_EXPIRES_S)
 
-    def _send_demand(self, model: str) -> None:
+    def _send_task(self, name: str, args: list[Any], *, expires: float) -> None:
         if self._celery is None:
-            from celery import Celery  # only a router that is asked for sleeping models pays for it
+            from celery import Celery  # only a router that needs the control side pays for it
 
             self._celery = Celery(set_as_current=False, fixups=[], broker=self._celery_url)
             self._celery.conf.update(
@@ -281,9 +308,7 @@ class RouterFeed:
                     "interval_step": 0.2,
                 },
             )
-        self._celery.send_task(
-            DEMAND_TASK, args=[model], queue=DEMAND_QUEUE, expires=_DEMAND_EXPIRES_S, retry=False, ignore_result=True
-        )
+        self._celery.send_task(name, args=args, queue=CONTROL_QUEUE, expires=expires, retry=False, ignore_result=True)
 
     # --- one line when it goes, one when it comes back -------------------------------------------------------------
 

@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 #: Takes what was used since the last time. Raises when it could not; then it is told again, added up.
 UsageSink = Callable[[list[UsageRecord]], Awaitable[None]]
+#: Takes an instance that failed, and how, in a few words. Must not block.
+SuspectSink = Callable[[int, str], None]
 #: Takes a notable event (a model that does not exist was asked for). Must not block.
 EventSink = Callable[[dict[str, Any]], None]
 
@@ -67,6 +69,7 @@ class RouterApp:
         on_usage: UsageSink | None = None,
         on_event: EventSink | None = None,
         on_capture: CaptureSink | None = None,
+        on_suspect: SuspectSink | None = None,
         config: RouterConfig | None = None,
         metrics_files: MetricsFiles | None = None,
     ) -> None:
@@ -83,6 +86,7 @@ class RouterApp:
         self._on_usage = on_usage
         self._on_event = on_event
         self._on_capture = on_capture
+        self._on_suspect = on_suspect
         self._events_told: dict[tuple[int, str], float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -283,6 +287,11 @@ class RouterApp:
         if not key.may_use(ask.model, served):
             raise RouterError(403, "model_not_allowed", f"This key may not use the model '{ask.model}'.", param="model")
         return name, table.models[served]
+
+    def tell_suspect(self, instance_id: int, kind: str) -> None:
+        """Hint that an engine is dead or hangs, as requests found out."""
+        if self._on_suspect is not None:
+            self._on_suspect(instance_id, kind)
 
     def _tell_unknown(self, model: str, key: Key, scope: Scope) -> None:
         if self._on_event is None:

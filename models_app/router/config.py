@@ -32,6 +32,7 @@ class RouterConfig:
     cool_down_s: float = 2.0  # after a connection error; doubles with each further one
     cool_down_max_s: float = 30.0
     failures_to_cool: int = 3  # 5xx answers in a row that cool an engine which still takes connections
+    suspect_pause_s: float = 3.0  # between two hints to the control side to look at one engine
 
     # waiting for a model
     queue_limit: int = 512  # per model

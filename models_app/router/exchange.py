@@ -80,7 +80,7 @@ class Exchange:
 
     async def _ask_model(self) -> None:
         route = self.route
-        self.ask.check_length(route)
+        self.ask.fitting(route)
         door = self.router.doors.of(route)
         if not door.try_enter():
             await self._wait_at(door)
@@ -124,13 +124,15 @@ class Exchange:
 
     async def _exchange(self, door: Door) -> None:
         router, route = self.router, self.route
+        targets = self.ask.fitting(route)
         body = self.ask.upstream_body(self.name, route)
-        affinity = self.ask.affinity_text() if route.affinity and len(route.targets) > 1 else ""
+        affinity = self.ask.affinity_text() if route.affinity and len(targets) > 1 else ""
         tried: list[TargetState] = []
         failure: UpstreamError | None = None
         while len(tried) < router.config.attempts:
-            # the door's route is the newest: an instance that came up since the first try counts
-            state = router.targets.choose(door.route.targets, time.monotonic(), tried=tried, affinity=affinity)
+            if tried:  # the door's route is the newest: an instance that came up since the first try counts
+                targets = self.ask.fitting(door.route)
+            state = router.targets.choose(targets, time.monotonic(), tried=tried, affinity=affinity)
             if state is None:
                 break
             if tried:
@@ -162,7 +164,7 @@ class Exchange:
         """Whether there is an engine left to try."""
         if len(tried) >= self.router.config.attempts:
             return False
-        return self.router.targets.choose(door.route.targets, time.monotonic(), tried=tried) is not None
+        return self.router.targets.choose(self.ask.fitting(door.route), time.monotonic(), tried=tried) is not None
 
     async def _send(self, state: TargetState, body: bytes) -> Connection:
         """Ask one engine and wait for the head of its answer; a connection that had gone stale is replaced once."""
@@ -221,9 +223,14 @@ class Exchange:
                 self.router.targets.succeeded(state)
 
     def _failed(self, state: TargetState, kind: str) -> None:
+        """The instance rests, and the control side is told: it looks at the engine now instead of at its next turn."""
+        now = time.monotonic()
         at_once = not kind.startswith("status_5")
-        self.router.targets.failed(state, kind, time.monotonic(), at_once=at_once)
+        self.router.targets.failed(state, kind, now, at_once=at_once)
         self.router.metrics.failures.add((self.route.name, kind))
+        if state.cooled_until > now and now >= state.told_at + self.router.config.suspect_pause_s:
+            state.told_at = now
+            self.router.tell_suspect(state.target.id, kind)
 
     def _raise_unreachable(self, failure: UpstreamError | None) -> None:
         if failure is None:

@@ -16,7 +16,7 @@ import orjson
 from models_app.router.endpoints import Endpoint
 from models_app.router.errors import RouterError, bad_request
 from models_app.router.multipart import Form
-from models_app.router.table import ModelRoute, Name
+from models_app.router.table import ModelRoute, Name, Target
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -185,16 +185,15 @@ class Ask:
             raise bad_request("The request body is not a JSON object.", code="invalid_json")
         return data
 
-    def check_length(self, route: ModelRoute) -> None:
-        """Refuse what can never fit the KV limit in force: one such request would block the engine for all.
+    def fitting(self, route: ModelRoute) -> tuple[Target, ...]:
+        """The instances whose KV limit in force can hold this request: one that never fits would block an engine.
 
-        Only what is certain counts: tokens that the client asks for, and a prompt given as token ids. A text prompt
-        counts nothing, for its tokens are not known here. Where the model's own context is what limits, the engine's
-        refusal is the better answer.
+        Raises 400 (as RouterError) when none can. Only what is certain counts: tokens that the client asks for, and a
+        prompt given as token ids. A text prompt counts nothing, for its tokens are not known here. Where the model's
+        own context is what limits, the engine's refusal is the better answer.
         """
-        limit = route.token_limit
-        if limit is None or self.form is not None or limit >= (route.max_model_len or limit + 1):
-            return
+        if not route.tight or self.form is not None:
+            return route.targets
         for name in self.endpoint.length_fields:
             wanted = self.data.get(name)
             if isinstance(wanted, int) and not isinstance(wanted, bool):
@@ -202,8 +201,15 @@ class Ask:
         else:
             name, wanted = "", 0
         prompt = self._prompt_tokens()
-        if wanted + prompt <= limit:
-            return
+        context = route.max_model_len or float("inf")
+        fit = tuple(
+            one
+            for one in route.targets
+            if one.token_limit is None or wanted + prompt <= one.token_limit or one.token_limit >= context
+        )
+        if fit:
+            return fit
+        limit = max(one.token_limit or 0 for one in route.targets)
         need = " plus ".join(
             ([f"a prompt of {prompt} tokens"] if prompt else []) + ([f"{name}={wanted}"] if wanted else [])
         )

@@ -23,7 +23,10 @@ class BadSnapshot(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One ready instance: where it listens, and the token that its engine asks for."""
+    """One ready instance: where it listens, and the token that its engine asks for.
+
+    ``token_limit``: the longest request, prompt and answer together, that the KV limit in force there can hold.
+    """
 
     id: int
     url: str
@@ -31,6 +34,7 @@ class Target:
     port: int
     token: str
     weight: int = 1
+    token_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +57,7 @@ class ModelRoute:
     first_byte_s: float | None = None
     idle_s: float | None = None
     targets: tuple[Target, ...] = ()
+    tight: bool = False  # some instance holds less than the model's own context: a request's length matters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +122,7 @@ def _optional_float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _target(entry: Mapping[str, Any]) -> Target:
+def _target(entry: Mapping[str, Any], token_limit: int | None) -> Target:
     url = str(entry["url"]).rstrip("/")
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.port is None:
@@ -129,6 +134,7 @@ def _target(entry: Mapping[str, Any]) -> Target:
         parts.port,
         str(entry.get("token", "")),
         max(1, int(entry.get("weight", 1))),
+        _optional_int(entry.get("token_limit", token_limit)),
     )
 
 
@@ -145,14 +151,17 @@ def _model(entry: Mapping[str, Any]) -> ModelRoute:
     status = str(entry["status"])
     if status not in STATUSES:
         raise BadSnapshot(f"model {entry['name']}: unknown status {status!r}")
+    token_limit = _optional_int(entry.get("token_limit"))
+    targets = tuple(_target(one, token_limit) for one in entry.get("instances", ()))
+    context = _optional_int(entry.get("max_model_len"))
     return ModelRoute(
         name=str(entry["name"]),
         aliases=tuple(_alias_name(alias) for alias in entry.get("aliases", ())),
         created=int(entry.get("created") or 0),
         status=status,
         on_demand=bool(entry.get("on_demand", False)),
-        max_model_len=_optional_int(entry.get("max_model_len")),
-        token_limit=_optional_int(entry.get("token_limit")),
+        max_model_len=context,
+        token_limit=token_limit,
         defaults=_preset(entry),
         fallback=entry.get("fallback") or None,
         max_concurrency=_optional_int(entry.get("max_concurrency")),
@@ -161,7 +170,8 @@ def _model(entry: Mapping[str, Any]) -> ModelRoute:
         affinity=entry.get("affinity") == "prefix",
         first_byte_s=_optional_float(entry.get("first_byte_s")),
         idle_s=_optional_float(entry.get("idle_s")),
-        targets=tuple(_target(one) for one in entry.get("instances", ())),
+        targets=targets,
+        tight=any(one.token_limit is not None and (context is None or one.token_limit < context) for one in targets),
     )
 
 

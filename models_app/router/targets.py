@@ -18,7 +18,7 @@ TargetKey = tuple[int, str]
 class TargetState:
     """One instance as seen from this process."""
 
-    __slots__ = ("cooled_until", "failures", "heads", "last_failure", "outstanding", "pool", "target")
+    __slots__ = ("cooled_until", "failures", "heads", "last_failure", "outstanding", "pool", "target", "told_at")
 
     def __init__(self, target: Target, pool: Pool) -> None:
         self.target = target
@@ -27,6 +27,7 @@ class TargetState:
         self.failures = 0  # in a row
         self.cooled_until = 0.0  # monotonic
         self.last_failure = ""
+        self.told_at = float("-inf")  # monotonic: when the control side was last told of a failure
         self.heads: dict[str, bytes] = {}  # by path: the part of a request's head that is always the same
 
     def head(self, path: str) -> bytes:

@@ -42,6 +42,7 @@ class Fed:
             on_usage=self.feed.on_usage,
             on_event=self.feed.on_event,
             on_capture=self.feed.on_capture,
+            on_suspect=self.feed.on_suspect,
             config=RouterConfig(usage_flush_s=0.05),
         )
         self.feed.start(self.app)
@@ -125,6 +126,30 @@ async def test_usage_events_and_wishes_go_out(fed: Fed, broker: redis.Redis) -> 
     assert task["headers"]["task"] == "models_app.demand"
     assert "'m'" in task["headers"]["argsrepr"]
     assert task["headers"]["expires"]
+
+
+async def test_suspect_is_told_to_the_control_side(fed: Fed, broker: redis.Redis) -> None:
+    fed.app.tell_suspect(7, "connect")
+    await wait_for(lambda: broker.llen("control") == 1)
+    headers = json.loads(broker.lindex("control", 0))["headers"]
+    assert headers["task"] == "models_app.suspect"
+    assert "7" in headers["argsrepr"] and "'connect'" in headers["argsrepr"]
+    assert headers["expires"]
+
+
+async def test_hint_that_the_broker_did_not_take_in_time_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = Fed(DEAD, tmp_path / "routes.json")
+    try:
+        fed.app.tell_suspect(7, "connect")
+        fed.app.tell_suspect(8, "reset")
+        await wait_for(lambda: not fed.feed._suspects)
+        await wait_for(lambda: fed.feed._away)
+        fed.app.tell_suspect(9, "reset")  # and it goes on listening to failures
+        await wait_for(lambda: not fed.feed._suspects)
+    finally:
+        await fed.stop()
 
 
 async def test_captures_are_a_ring_that_goes_by_itself(fed: Fed, broker: redis.Redis) -> None:

@@ -268,6 +268,7 @@ class Router:
     demanded: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     captures: list[dict[str, Any]] = field(default_factory=list)
+    suspects: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -299,6 +300,7 @@ async def running_router(
     demanded: list[str] = []
     events: list[dict[str, Any]] = []
     captures: list[dict[str, Any]] = []
+    suspects: list[tuple[int, str]] = []
 
     async def on_usage(records: list[Any]) -> None:
         used.extend(record.to_json() for record in records)
@@ -314,13 +316,14 @@ async def running_router(
         on_usage=on_usage,
         on_event=events.append,
         on_capture=captures.append,
+        on_suspect=lambda pk, kind: suspects.append((pk, kind)),
         config=config,
     )
     async with serving(app) as port:
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", timeout=HANGS_S, trust_env=False, verify=NO_TLS
         ) as client:
-            yield Router(app, source, port, client, used, demanded, events, captures)
+            yield Router(app, source, port, client, used, demanded, events, captures, suspects)
         await app.stop()
 
 

@@ -67,6 +67,26 @@ async def test_dead_replica_is_left_alone_after_one_failure() -> None:
         assert failures == 1  # refused once, then it rests
 
 
+async def test_failing_engine_is_told_of_once_at_a_time() -> None:
+    async with running_engines(chat, chat) as (dead, alive), running_router(model("m", dead, alive)) as router:
+        await dead.stop()
+        for _ in range(6):
+            assert (await router.chat()).status_code == 200
+        assert router.suspects == [(dead.port, "connect")]
+
+
+async def test_single_5xx_and_refusals_make_nobody_suspect(router: Router, engine: FakeEngine) -> None:
+    async def fails(request: Request, answer: Answer) -> None:
+        await answer.json({"error": {"message": "no"}}, status=request.json["max_tokens"])
+
+    engine.behaviour = fails
+    for status in (500, 500, 400, 500, 500):  # what the client did wrong shows an engine at work
+        await router.chat(max_tokens=status)
+    assert router.suspects == []
+    await router.chat(max_tokens=500)
+    assert router.suspects == [(engine.port, "status_500")]
+
+
 async def test_second_model_on_the_same_host_has_its_own_port() -> None:
     async with (
         running_engines(chat, chat) as engines,
@@ -312,6 +332,31 @@ async def test_only_what_can_never_fit_the_kv_limit_is_refused(
         error = response.json()["error"]
         assert error["code"] == "context_exceeds_kv_limit" or error["type"] == "invalid_request_error"
         assert "1000 tokens" in error["message"]
+        assert engine.requests == []
+
+
+async def test_long_request_goes_where_the_limit_in_force_holds_it() -> None:
+    async with running_engines(chat, chat) as (small, large), running_router(model("m", small, large)) as router:
+        entry = model("m", small, large)
+        entry["instances"][0]["token_limit"], entry["instances"][1]["token_limit"] = 500, 2000
+        router.set_routes(entry)
+        for _ in range(4):
+            assert (await router.chat(max_tokens=1500)).status_code == 200
+        assert (len(small.requests), len(large.requests)) == (0, 4)
+        for _ in range(4):
+            assert (await router.chat(max_tokens=5)).status_code == 200
+        assert len(small.requests) == 2
+        refused = await router.chat(max_tokens=2001)
+        assert refused.status_code == 400
+        assert "at most 2000 tokens" in refused.json()["error"]["message"]
+
+
+async def test_limit_of_a_model_that_was_waited_for_is_looked_at_before_it_gets_inside(engine: FakeEngine) -> None:
+    async with running_router(model("m", status="sleeping", on_demand=True)) as router:
+        asked = asyncio.ensure_future(router.chat(max_tokens=1500))
+        await router.wait_for(lambda: router.demanded == ["m"])
+        router.set_routes(model("m", engine, on_demand=True, token_limit=1000))
+        assert (await asked).status_code == 400
         assert engine.requests == []
 
 
