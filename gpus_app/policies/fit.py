@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -217,7 +217,7 @@ def judge(
         ways = tuple(plans[gpu.uuid] for gpu in chosen)
         return Judgement(
             verdict=Verdict.AFTER_ROOM,
-            sentence=f"Fits on {names_of(chosen)} after making room. {' '.join(plan.sentence for plan in ways)}",
+            sentence=f"Fits on {names_of(chosen)} after making room. {_once(plan.sentence for plan in ways)}",
             gpus=chosen,
             decision=decision,
             plans=ways,
@@ -235,6 +235,11 @@ def judge(
         largest_bytes=max(largest, decision.largest_bytes),
         suggested_tensor_parallel_size=suggestion,
     )
+
+
+def _once(sentences: Iterable[str]) -> str:
+    """What two cards would say alike is said once."""
+    return " ".join(dict.fromkeys(sentences))
 
 
 def _rank(group: Sequence[GpuState], plans: Mapping[str, Plan], request: Request) -> tuple[object, ...]:

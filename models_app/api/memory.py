@@ -33,7 +33,10 @@ class WhereIn(Strict):
 
 
 class FitOut(Strict):
-    """``plans`` is filled for *fits_after_making_room*, ``largest_bytes`` for *does_not_fit*; bytes per GPU."""
+    """``plans`` (one a GPU) and ``steps`` are filled for *fits_after_making_room*; ``largest_bytes``: *does_not_fit*.
+
+    Bytes are per GPU; an instance over several GPUs has one step, which says where, and ``total_bytes`` of them all.
+    """
 
     verdict: Literal["fits", "fits_after_making_room", "does_not_fit"]
     sentence: str
@@ -44,6 +47,7 @@ class FitOut(Strict):
     largest_bytes: int
     suggested_tensor_parallel_size: int | None
     plans: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
 
 
 class PolicyIn(Strict):

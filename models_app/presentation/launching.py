@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gpus_app.models import Gpu
 from gpus_app.policies.base import Plan, StepKind
@@ -12,7 +13,7 @@ from models_app.models import Model
 from models_app.presentation.board import build_card
 from models_app.presentation.memory_bar import Bar, Share, with_distinct_slots
 from models_app.services.placement import Wish
-from models_app.services.room import Room, room_judge
+from models_app.services.room import room_judge
 
 _TONES = {Verdict.FITS: "ok", Verdict.AFTER_ROOM: "warn", Verdict.DOES_NOT_FIT: "bad"}
 _WORDS = {
@@ -21,19 +22,6 @@ _WORDS = {
     Verdict.DOES_NOT_FIT: "Does not fit",
 }
 _ICONS = {Verdict.FITS: "circle-check", Verdict.AFTER_ROOM: "arrows-minimize", Verdict.DOES_NOT_FIT: "circle-x"}
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """One step of a plan, in words."""
-
-    kind: str
-    name: str
-    from_bytes: int
-    to_bytes: int
-    expected_bytes: int
-    reason: str
-    limits: bool
 
 
 @dataclass(slots=True)
@@ -47,7 +35,7 @@ class Fit:
     icon: str
     need: Need
     pairs: list[tuple[Bar, Bar]] = field(default_factory=list)
-    steps: list[PlannedStep] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
     largest_bytes: int = 0
     suggested_tensor_parallel_size: int | None = None
 
@@ -71,33 +59,16 @@ def fit_of(model: Model, *, wish: Wish | None = None, pictures: bool = True) -> 
         word=_WORDS[judgement.verdict],
         icon=_ICONS[judgement.verdict],
         need=room.need,
+        steps=room.steps(),
         largest_bytes=judgement.largest_bytes,
         suggested_tensor_parallel_size=judgement.suggested_tensor_parallel_size,
     )
-    for plan in judgement.plans:
-        found.steps.extend(_steps(plan, room))
     if pictures:
         plans = {plan.gpu_uuid: plan for plan in judgement.plans}
         uuids = [gpu.uuid for gpu in judgement.gpus]
         for gpu in Gpu.objects.filter(uuid__in=uuids).select_related("host", "policy"):
             found.pairs.append(_pair(gpu, plans.get(gpu.uuid), room.need, str(model)))
     return found
-
-
-def _steps(plan: Plan, room: Room) -> list[PlannedStep]:
-    card = room.cards.get(plan.gpu_uuid)
-    return [
-        PlannedStep(
-            kind=str(step.kind),
-            name=str(card.instances[step.instance_id].model) if card else "",
-            from_bytes=step.from_bytes,
-            to_bytes=step.to_bytes,
-            expected_bytes=step.expected_bytes,
-            reason=step.reason,
-            limits=step.kind in (StepKind.LOWER, StepKind.RAISE),
-        )
-        for step in plan.steps
-    ]
 
 
 def _pair(gpu: Gpu, plan: Plan | None, need: Need, name: str) -> tuple[Bar, Bar]:

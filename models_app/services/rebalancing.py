@@ -15,12 +15,13 @@ from django.utils import timezone
 
 from gpus_app.events import publish_gpus_on_commit
 from gpus_app.models import GpuPolicy
-from gpus_app.policies.base import InstanceView, Plan, Step, StepKind, gib
+from gpus_app.policies.base import InstanceView, Plan, StepKind, gib
 from gpus_app.policies.rebalance import rebalance_cards
 from models_app import broker, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.services.cards import Card, cards
 from models_app.services.kvcache import limit_write
+from models_app.services.plan_steps import plan_steps
 from models_app.services.room import cards_in_use
 
 log = logging.getLogger(__name__)
@@ -108,30 +109,14 @@ def _untold(card: Card, row: InstanceView) -> bool:
     return row.elastic and instance.limit_acked_revision < instance.limit_revision
 
 
-def step_json(step: Step, name: str) -> dict[str, Any]:
-    """A step for pages, scripts and the operations table; bytes."""
-    return {
-        "kind": str(step.kind),
-        "instance_id": step.instance_id,
-        "name": name,
-        "from_bytes": step.from_bytes,
-        "to_bytes": step.to_bytes,
-        "expected_bytes": step.expected_bytes,
-        "reason": step.reason,
-        "harm": step.harm.name.lower(),
-        "reclaim": step.reclaim,
-    }
-
-
 def plan_json(plan: Plan, group: Iterable[Card]) -> dict[str, Any]:
     """A plan for pages and scripts; bytes."""
-    names = {id_: str(row.model) for card in group for id_, row in card.instances.items()}
     return {
         "feasible": plan.feasible,
         "sentence": plan.sentence,
         "room_bytes": plan.room_bytes,
         "targets": {str(id_): limit for id_, limit in plan.targets.items()},
-        "steps": [step_json(step, names.get(step.instance_id, "?")) for step in plan.steps],
+        "steps": plan_steps([plan], group),
     }
 
 

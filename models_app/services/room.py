@@ -25,14 +25,14 @@ from models_app.services.cards import Card, cards
 from models_app.services.locks import transaction_lock
 from models_app.services.operations import operation_create
 from models_app.services.placement import Wish
+from models_app.services.plan_steps import plan_steps
 from models_app.services.room_steps import (
     MAKE_ROOM,
     MAKE_ROOM_LIMIT_S,
     ROUNDS,
     TIDY,
     cards_in_use,
-    steps_json,
-    steps_once,
+    steps_waiting,
 )
 
 __all__ = ["Room", "cards_in_use", "room_judge", "room_make", "tidy", "tidy_plan"]
@@ -50,6 +50,10 @@ class Room:
     need: fit.Need
     cards: dict[str, Card]
 
+    def steps(self) -> list[dict[str, Any]]:
+        """What making room does, in order; an instance over several GPUs has one step for all of them."""
+        return plan_steps(self.judgement.plans, self.cards.values())
+
     def json(self) -> dict[str, Any]:
         """For pages and scripts; bytes per GPU."""
         return {
@@ -66,10 +70,10 @@ class Room:
                     "gpu_uuid": plan.gpu_uuid,
                     "sentence": plan.sentence,
                     "room_bytes": plan.room_bytes,
-                    "steps": steps_json(plan, self.cards[plan.gpu_uuid]),
                 }
                 for plan in self.judgement.plans
             ],
+            "steps": self.steps(),
         }
 
 
@@ -123,13 +127,21 @@ def room_make(
     if room.judgement.verdict is fit.Verdict.DOES_NOT_FIT:
         raise DoesNotFit(room.judgement.sentence, **room.json())
     uuids = [gpu.uuid for gpu in room.judgement.gpus]
-    steps = [step for plan in room.judgement.plans for step in steps_json(plan, room.cards[plan.gpu_uuid])]
-    steps.append({"kind": "launch", "name": str(model), "reason": room.judgement.sentence, "state": "waiting"})
+    steps = steps_waiting(room.steps())
+    steps.append(
+        {
+            "kind": "launch",
+            "gpu_uuids": uuids,
+            "name": str(model),
+            "reason": room.judgement.sentence,
+            "state": "waiting",
+        }
+    )
     return _create(
         MAKE_ROOM,
         title=f"Make room for {model}",
         actor=actor,
-        steps=steps_once(steps),
+        steps=steps,
         facts={
             "gpu_uuids": uuids,
             "host": room.judgement.gpus[0].host,
@@ -169,4 +181,6 @@ def tidy(uuid: str, *, how: str, actor: str) -> Operation:
     verb = "Trim every instance" if how == "trim" else "Shrink idle instances"
     facts = {"gpu_uuids": [uuid], "round": ROUNDS, "need_bytes": 0}
     title = f"{verb} on GPU {card.gpu.index} of {card.gpu.host.name}"
-    return _create(TIDY, title=title, actor=actor, steps=steps_json(plan, card), facts=facts, deadline_s=300.0)
+    return _create(
+        TIDY, title=title, actor=actor, steps=steps_waiting(plan_steps([plan], [card])), facts=facts, deadline_s=300.0
+    )

@@ -9,23 +9,25 @@ written; beginning it again does the same once more, which is harmless.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
 from django.utils import timezone
 
-from gpus_app.policies.base import Plan, StepKind, gib
+from gpus_app.policies.base import StepKind, gib
 from gpus_app.policies.make_room import make_room
 from models_app import selectors
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import Instance, LaunchAttempt, MemoryPolicy, Model, Operation
 from models_app.services import placement
-from models_app.services.cards import Card, cards
+from models_app.services.cards import cards
 from models_app.services.kvcache import kvcache_trim, limit_write
 from models_app.services.launch import model_launch
 from models_app.services.operations import OPEN, Progress, handles
 from models_app.services.placement import Wish
+from models_app.services.plan_steps import plan_steps
 from models_app.services.room_undo import undo_begin, undo_step
 from models_app.services.sleep import instance_sleep
 from models_app.services.stop import instance_stop
@@ -52,49 +54,9 @@ def cards_in_use() -> frozenset[str]:
     return frozenset(uuid for facts in rows for uuid in facts.get("gpu_uuids", ()))
 
 
-def steps_json(plan: Plan, card: Card) -> list[dict[str, Any]]:
-    """A plan's steps for the operation's row, pages and scripts; bytes per GPU."""
-    return [
-        {
-            "kind": str(step.kind),
-            "gpu_uuid": plan.gpu_uuid,
-            "instance_id": step.instance_id,
-            "name": str(card.instances[step.instance_id].model),
-            "from_bytes": step.from_bytes,
-            "to_bytes": step.to_bytes,
-            "expected_bytes": step.expected_bytes,
-            "reason": step.reason,
-            "harm": step.harm.name.lower(),
-            "reclaim": step.reclaim,
-            "state": "waiting",
-        }
-        for step in plan.steps
-    ]
-
-
-def steps_once(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Plans of several cards as one: an instance over several GPUs has one limit, and ends once.
-
-    The lowest of its limits counts; who is stopped needs no other step, nor who is put to sleep a limit.
-    """
-    kinds: dict[Any, set[str]] = {}
-    lowest: dict[Any, int] = {}
-    for step in steps:
-        pk = step.get("instance_id")
-        kinds.setdefault(pk, set()).add(step["kind"])
-        if step["kind"] == StepKind.LOWER:
-            lowest[pk] = min(lowest.get(pk, step["to_bytes"]), step["to_bytes"])
-    kept: list[dict[str, Any]] = []
-    seen: set[tuple[str, Any]] = set()
-    for step in steps:
-        pk, kind = step.get("instance_id"), step["kind"]
-        ends = {StepKind.STOP, StepKind.SLEEP} & kinds[pk]
-        end = StepKind.STOP if StepKind.STOP in ends else StepKind.SLEEP
-        if (kind, pk) in seen or (ends and kind != end):
-            continue
-        seen.add((kind, pk))
-        kept.append(step | {"to_bytes": lowest[pk]} if kind == StepKind.LOWER else step)
-    return kept
+def steps_waiting(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A plan's steps for the operation's row: none is begun."""
+    return [step | {"state": "waiting"} for step in steps]
 
 
 @handles(TIDY)
@@ -105,7 +67,7 @@ def tidy_step(operation: Operation) -> Progress:
         return Progress(done=True, cancelled=True, message="Cancelled; what was done stays.", steps=steps)
     step = next((one for one in steps if one["state"] in ("waiting", "running")), None)
     if step is None:
-        freed = sum(max(one.get("measured_bytes") or 0, 0) for one in steps)
+        freed = sum(max(one.get("measured_bytes") or 0, 0) * len(one["gpu_uuids"]) for one in steps)
         failed = [one for one in steps if one["state"] == "failed"]
         message = f"{gib(freed)} came back." + "".join(f" {one['name']}: {one['message']}" for one in failed)
         return Progress(done=True, failed=len(failed) == len(steps), message=message, progress=1.0, steps=steps)
@@ -151,9 +113,14 @@ def _share(steps: list[dict[str, Any]]) -> float:
     return sum(one["state"] not in ("waiting", "running") for one in steps) / max(len(steps), 1)
 
 
-def _free(operation: Operation) -> dict[str, int | None]:
-    found = cards(operation.facts["gpu_uuids"])
-    return {uuid: card.view.free_bytes if card.fresh else None for uuid, card in found.items()}
+def _free(uuids: Iterable[str]) -> dict[str, int | None]:
+    return {uuid: card.view.free_bytes if card.fresh else None for uuid, card in cards(uuids).items()}
+
+
+def _measured(now: dict[str, int | None], before: dict[str, int | None]) -> int | None:
+    """Bytes that came back on every GPU of the step, so on the one where it was least; None: not read."""
+    gains = [free - had for uuid, had in before.items() if had is not None and (free := now.get(uuid)) is not None]
+    return min(gains) if gains and len(gains) == len(before) else None
 
 
 def _advance(step: dict[str, Any], operation: Operation) -> None:
@@ -164,7 +131,7 @@ def _advance(step: dict[str, Any], operation: Operation) -> None:
         step |= {"state": "skipped", "message": "The instance is gone."}
         return
     if step["state"] == "waiting":
-        before = _free(operation).get(step["gpu_uuid"])
+        before = _free(step["gpu_uuids"])
         try:
             _begin(step, row, operation.created_by)
         except BrokerAway:
@@ -176,8 +143,7 @@ def _advance(step: dict[str, Any], operation: Operation) -> None:
         return
     late = now - step["started_at"] > STEP_LIMIT_S[StepKind(step["kind"])]
     finished, message = _finished(step, row)
-    free, before = _free(operation).get(step["gpu_uuid"]), step.get("free_before")
-    measured = None if free is None or before is None else free - before
+    measured = _measured(_free(step["gpu_uuids"]), step.get("free_before") or {})
     step["measured_bytes"] = measured
     if finished and "finished_at" not in step:
         step["finished_at"] = now
@@ -291,7 +257,7 @@ def _more(operation: Operation, model: Model, need_bytes: int) -> list[dict[str,
     """A second plan, from what is now; empty when there is none."""
     rules = getattr(model, "memory_policy", None) or MemoryPolicy(model=model)
     found = cards(operation.facts["gpu_uuids"], newcomer=model)
-    more: list[dict[str, Any]] = []
+    plans = []
     for card in found.values():
         plan = make_room(
             card.view,
@@ -303,5 +269,5 @@ def _more(operation: Operation, model: Model, need_bytes: int) -> list[dict[str,
         )
         if not card.fresh or not plan.feasible:
             return []
-        more += steps_json(plan, card)
-    return steps_once(more)
+        plans.append(plan)
+    return steps_waiting(plan_steps(plans, found.values()))

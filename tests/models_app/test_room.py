@@ -16,11 +16,13 @@ from models_app.models import Instance, Model, Operation
 from models_app.services import kvcache, placement, room_steps, room_undo
 from models_app.services.launch import instance_place, model_launch
 from models_app.services.operations import operation_cancel, operation_step
+from models_app.services.plan_steps import steps_once
 from models_app.services.room import room_judge, room_make, tidy, tidy_plan
-from models_app.services.room_steps import cards_in_use, steps_once
+from models_app.services.room_steps import cards_in_use
 from models_app.services.sleep import room_to_wake
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, SMALL_FACTS, make_gpu, make_instance, make_model
+from tests.models_app.pages import client_of
 from tests.models_app.readings import BUNDLE, Readings, whole
 
 S = InstanceState
@@ -137,10 +139,10 @@ def test_empty_card_fits_now(gpu: Gpu, readings: Readings, newcomer: Model) -> N
 def test_full_card_fits_after_making_room_with_the_plan(full: Instance, readings: Readings, newcomer: Model) -> None:
     answer = room_judge(newcomer).json()
     assert answer["verdict"] == "fits_after_making_room"
-    (plan,) = answer["plans"]
-    assert {step["instance_id"] for step in plan["steps"]} == {full.pk}
-    assert {step["kind"] for step in plan["steps"]} <= {"lower", "trim"}
-    assert plan["room_bytes"] >= answer["need_bytes"]
+    assert len(answer["plans"]) == 1
+    assert {step["instance_id"] for step in answer["steps"]} == {full.pk}
+    assert {step["kind"] for step in answer["steps"]} <= {"lower", "trim"}
+    assert answer["plans"][0]["room_bytes"] >= answer["need_bytes"]
 
 
 def test_residence_of_a_victim_is_a_setting(gpu: Gpu, readings: Readings, newcomer: Model, settings: Any) -> None:
@@ -149,7 +151,7 @@ def test_residence_of_a_victim_is_a_setting(gpu: Gpu, readings: Readings, newcom
     assert room_judge(newcomer).json()["verdict"] == "does_not_fit"
     settings.RESIDENCE_S = 10.0
     answer = room_judge(newcomer).json()
-    assert [step["kind"] for plan in answer["plans"] for step in plan["steps"]] == ["stop"]
+    assert [step["kind"] for step in answer["steps"]] == ["stop"]
 
 
 def test_nothing_helps_against_a_pinned_neighbour_and_it_says_so(gpu: Gpu, readings: Readings, newcomer: Model) -> None:
@@ -591,6 +593,60 @@ def test_instance_that_is_stopped_for_one_card_needs_nothing_for_the_other() -> 
         {"kind": "launch"},
     ]
     assert [step["kind"] for step in steps_once(steps)] == ["stop", "launch"]
+
+
+@pytest.fixture
+def split(readings: Readings, gpu: Gpu) -> Instance:
+    """An idle instance over GPUs 0 and 1 whose prefix cache fills both."""
+    cards = [gpu, make_gpu(index=1)]
+    row = make_instance(
+        model=make_model(served_model_name="split", tensor_parallel_size=2),
+        gpus=cards,
+        effective_limit_bytes=whole(70 * GIB),
+        limit_bytes=whole(70 * GIB),
+        capacity_bytes=70 * GIB,
+        ready_at=timezone.now() - LONG_AGO,
+    )
+    readings.part(row, used=whole(70 * GIB))
+    return row
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_instance_over_two_gpus_has_one_step_that_says_so(
+    split: Instance, newcomer: Model, readings: Readings, size: int
+) -> None:
+    """Whether the newcomer needs one of its GPUs or both: bytes per GPU, and of both together."""
+    Model.objects.filter(pk=newcomer.pk).update(tensor_parallel_size=size)
+    newcomer.refresh_from_db()
+    answer = room_judge(newcomer).json()
+    assert len(answer["plans"]) == size
+    mine = [step for step in answer["steps"] if step["instance_id"] == split.pk]
+    assert len({step["kind"] for step in mine}) == len(mine) > 0
+    for step in mine:
+        assert step["where"] == "on each of GPUs 0, 1"
+        assert step["total_bytes"] == 2 * step["expected_bytes"]
+    assert answer["sentence"].count("lower split") == 1
+    text = client_of().get(f"/models/{newcomer.pk}/launch/").content.decode()
+    assert text.count("on each of GPUs 0, 1") == len(mine)
+    assert "in all" in text
+
+
+def test_step_over_two_gpus_counts_where_the_least_came_back(
+    split: Instance, newcomer: Model, readings: Readings, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _trim(monkeypatch, readings)
+    operation = room_make(newcomer, actor="anna")
+    lower = next(step for step in operation.steps if step["kind"] == "lower")
+    monkeypatch.setitem(room_steps.STEP_LIMIT_S, room_steps.StepKind.LOWER, 1e9)
+    _until(operation, lambda row: next(one for one in row.steps if one["kind"] == "lower")["state"] == "running")
+    _engine_obeys(split, readings)
+    readings.part(split, [split.gpu_uuids[1]], used=readings.parts[split.gpu_uuids[1], split.pk]["used"] + BUNDLE)
+    _step(operation)
+    done = next(step for step in operation.steps if step["kind"] == "lower")
+    both = [done["free_before"][uuid] for uuid in split.gpu_uuids]
+    gained = [readings.free(one) - had for one, had in zip(Gpu.objects.order_by("index"), both, strict=True)]
+    assert gained[0] > gained[1] and done["measured_bytes"] == gained[1]
+    assert lower["gpu_uuids"] == split.gpu_uuids
 
 
 # --- tidying ----------------------------------------------------------------------------------------------
