@@ -20,6 +20,9 @@ MIDDLEWARE = "models_app.kvcache_addon.middleware.KVCacheMiddleware"
 ENTRY_POINT = "models_app.kvcache_addon.engine_core:register"
 #: Seconds for running requests after SIGTERM. Sardeenz drains at the router first; this catches what slipped through.
 SHUTDOWN_TIMEOUT_S = 10
+#: What we ask every second or so: its access lines would be 86,000 a day and push out those that matter. Every
+#: supported vLLM knows the flag.
+QUIET_PATHS = "/health,/metrics,/kvcache/status"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _DIST_INFO = f"{ADDON}/sardeenz_addon-1.dist-info"
 _SECRET = re.compile(r"token|secret|passw|api[-_]?key", re.IGNORECASE)
@@ -59,6 +62,7 @@ def serve_arguments(spec: EngineSpec, ctx: LaunchContext) -> list[str]:
     # This pair of spellings is the one that every version takes.
     argv += ["--enable-prefix-caching" if spec.enable_prefix_caching else "--no-enable-prefix-caching"]
     argv += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--middleware", MIDDLEWARE]
+    argv += ["--disable-access-log-for-endpoints", QUIET_PATHS]
     extra, errors = check_extra_args(
         spec.extra_args, vllm_version=ctx.versions.get("vllm"), allow_risky=True, kvcached=spec.kvcached
     )

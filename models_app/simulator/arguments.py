@@ -111,6 +111,7 @@ def _parser(vllm_version: str) -> Parser:
     add("--load-format", default="auto")
     add("--revision", default=None)
     add("--shutdown-timeout", type=float, default=0)
+    add("--disable-access-log-for-endpoints", default="")
     add("--tool-call-parser", default=None)
     for flag in (
         "--enforce-eager",

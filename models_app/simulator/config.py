@@ -64,6 +64,7 @@ class Config:
     load_tracking: bool = False
     auto_tools: bool = False
     access_log: bool = True
+    quiet_paths: frozenset[str] = frozenset()  # of these no access line is written
     vllm_version: str = DEFAULT_VLLM
     kvcached_version: str = DEFAULT_KVCACHED
     kvcached: bool = False
@@ -139,6 +140,7 @@ def read(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Config:
         load_tracking=options.enable_server_load_tracking,
         auto_tools=options.enable_auto_tool_choice and bool(options.tool_call_parser),
         access_log=not options.disable_uvicorn_access_log,
+        quiet_paths=frozenset(path for path in options.disable_access_log_for_endpoints.split(",") if path),
         vllm_version=vllm_version,
         kvcached_version=env.get("SARDEENZ_SIM_KVCACHED_VERSION") or DEFAULT_KVCACHED,
         kvcached=truthy(env.get("ENABLE_KVCACHED")),

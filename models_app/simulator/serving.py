@@ -37,14 +37,17 @@ def serve(
 class _UvicornLog(logging.Handler):
     """uvicorn's lines in uvicorn's format, with vLLM's prefix (0.30; 0.32 has none)."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, quiet_paths: frozenset[str]) -> None:
         super().__init__()
         self._prefix = prefix
+        self._quiet_paths = quiet_paths
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:
             address, method, path, version, status = record.args
+            if str(path).partition("?")[0] in self._quiet_paths:
+                return
             phrase = HTTPStatus(int(str(status))).phrase
             message = f'{address} - "{method} {path} HTTP/{version}" {status} {phrase}'
         logs.write(f"{self._prefix}{record.levelname + ':':9} {message}\n")
@@ -74,7 +77,7 @@ class Server:
         prefix = log.prefix if config.version < (0, 32) else ""
         for name in ("uvicorn.error", "uvicorn.access"):
             logger = logging.getLogger(name)
-            logger.handlers = [_UvicornLog(prefix)]
+            logger.handlers = [_UvicornLog(prefix, config.quiet_paths)]
             logger.setLevel(logging.INFO)
             logger.propagate = False
 

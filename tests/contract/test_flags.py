@@ -39,7 +39,8 @@ def test_flags_that_we_pass_exist_in_every_version_of_the_table() -> None:
         "--host", "--port", "--served-model-name", "--tensor-parallel-size", "--max-model-len", "--dtype",
         "--quantization", "--load-format", "--revision", "--tokenizer-revision", "--enforce-eager",
         "--enable-sleep-mode",
-        "--enable-prefix-caching", "--no-enable-prefix-caching", "--shutdown-timeout", "--middleware", *FIELD_OF_FLAG,
+        "--enable-prefix-caching", "--no-enable-prefix-caching", "--shutdown-timeout", "--middleware",
+        "--disable-access-log-for-endpoints", *FIELD_OF_FLAG,
     }  # fmt: skip
     for version in json.loads(TABLE.read_text())["versions"]:
         assert passed <= arguments.flags_of(version).keys()

@@ -54,6 +54,17 @@ def test_chat_answers(served: Started) -> None:
     assert body["usage"]["completion_tokens"] >= 1
 
 
+def test_what_we_ask_every_second_leaves_no_line_in_the_log_and_a_request_does(served: Started) -> None:
+    served.client.metrics()
+    assert served.client.health()
+    served.client.version()
+    log = served.run_dir / "engine.log"
+    wait_for(lambda: "GET /version" in log.read_text(), 20)
+    text = log.read_text()
+    assert "GET /metrics" not in text
+    assert "GET /health" not in text
+
+
 def test_chat_streams_events_with_usage_and_an_end(served: Started) -> None:
     order = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     with served.http() as http, http.stream("POST", "/v1/chat/completions", json=order) as answer:

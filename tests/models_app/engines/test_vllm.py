@@ -44,6 +44,7 @@ def test_command_line_holds_what_is_ours_and_the_options(tmp_path: Path) -> None
     assert after(argv, "--max-model-len") == "8192"
     assert after(argv, "--middleware") == MIDDLEWARE
     assert after(argv, "--max-num-seqs") == "8"
+    assert "/metrics" in after(argv, "--disable-access-log-for-endpoints").split(",")
     assert {"--enforce-eager", "--enable-sleep-mode", "--enable-prefix-caching", "--shutdown-timeout"} <= set(argv)
 
 
