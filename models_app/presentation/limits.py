@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from django.utils.text import capfirst
+
 from models_app.models import Instance
 from models_app.presentation.board import GpuCard
 from models_app.presentation.memory_bar import Bar
@@ -131,4 +133,4 @@ def _cost(preempted: Mapping[str, Any] | None) -> str:
 
 
 def _warnings(answer: LimitAnswer) -> str:
-    return "".join(f" {warning}" for warning in answer.warnings)
+    return "".join(f" {capfirst(warning.rstrip('.'))}." for warning in answer.warnings)

@@ -14,6 +14,7 @@ from typing import Any
 from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
+from django.utils.text import capfirst
 
 from gpus_app.models import Gpu
 from gpus_app.policies.base import gib
@@ -273,10 +274,11 @@ def _write(
         limit_message=message,
         **hand,
     )
+    before = gib(row.limit_bytes) if row.limit_bytes else "none"
     transitions.note(
         row.pk,
         "limit",
-        f"KV limit {gib(bound)} asked (was {gib(row.limit_bytes) if row.limit_bytes else 'none'}). {reason}".strip(),
+        f"KV limit {gib(bound)} asked (was {before}). {capfirst(reason)}".strip(),
         actor=actor,
         facts={"wanted_bytes": wanted, "limit_bytes": bound, "force": force, "reclaim": reclaim},
     )
