@@ -25,6 +25,8 @@ from redis.exceptions import RedisError
 from models_app.router.peers import Peers
 from models_app.router.table import BadSnapshot, RouteTable, TableSource
 from models_app.router.usage import UsageRecord
+from sardeenz_site import router_captures
+from sardeenz_site.router_usage import UsageSender
 
 if TYPE_CHECKING:
     from models_app.router.app import RouterApp
@@ -34,9 +36,7 @@ log = logging.getLogger(__name__)
 ROUTES_KEY = "sardeenz:routes"
 ROUTES_CHANNEL = "sardeenz:routes.changed"
 PEERS_CHANNEL = "sardeenz:router.peers"
-USAGE_LIST = "sardeenz:usage"
 EVENTS_LIST = "sardeenz:router.events"
-CAPTURES_LIST = "sardeenz:router.captures:"  # and the key's id
 DEMAND_TASK = "models_app.demand"
 SUSPECT_TASK = "models_app.suspect"
 CONTROL_QUEUE = "control"
@@ -45,13 +45,11 @@ _PARTS = ("models", "routes", "keys")
 _POLL_S = 2.0
 _TELL_PEERS_S = 1.0
 _RECONNECT_S = 1.0
-_USAGE_LIST_LENGTH = 10_000
 _EVENTS_LIST_LENGTH = 500
 _DEMAND_EXPIRES_S = 60
 #: A hint that an engine failed is worth nothing later: the reconciler has looked since.
 _SUSPECT_EXPIRES_S = 10
-_CAPTURES_LENGTH = 100
-_CAPTURES_KEPT_S = 24 * 3600
+_SEND_LEFT_EVERY_S = 30.0
 
 
 class RouterFeed:
@@ -72,6 +70,8 @@ class RouterFeed:
         self._captures: deque[dict[str, Any]] = deque(maxlen=50)
         self._suspects: dict[int, tuple[str, float]] = {}  # instance id -> how it failed, when (monotonic)
         self._suspected = asyncio.Event()
+        self._usage = UsageSender(file.with_name("router-usage"))
+        self._left_sent_at = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._last: dict[str, Any] = {}
         self._file_stamp: tuple[int, int] = (0, 0)
@@ -102,6 +102,7 @@ class RouterFeed:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        self._usage.close()
         if self._client is not None:
             with contextlib.suppress(RedisError, OSError):
                 await self._client.aclose()
@@ -215,6 +216,7 @@ class RouterFeed:
                 if message is not None:
                     await client.publish(PEERS_CHANNEL, orjson.dumps(message))
                 await self._push_events(client)
+                await self._settle_usage(client)
                 await self._push_captures(client)
             except (RedisError, OSError) as exc:
                 peers.not_told()
@@ -232,16 +234,25 @@ class RouterFeed:
             self._events.popleft()
 
     async def _push_captures(self, client: aioredis.Redis) -> None:
-        """A ring per key that goes by itself a day after the last capture."""
+        """Only of keys whose capture is on now: it may have been switched off since the request began."""
+        table = self.source.table
+        if not self._captures or table is None:
+            return
+        now = time.time()
+        until = {key.id: key.capture_until for key in table.keys.values() if (key.capture_until or 0.0) > now}
         while self._captures:
             capture = self._captures[0]
-            name = f"{CAPTURES_LIST}{capture['key_id']}"
-            async with client.pipeline(transaction=True) as pipeline:
-                pipeline.lpush(name, orjson.dumps(capture))
-                pipeline.ltrim(name, 0, _CAPTURES_LENGTH - 1)
-                pipeline.expire(name, _CAPTURES_KEPT_S)
-                await pipeline.execute()
+            ends = until.get(capture["key_id"])
+            if ends is not None:
+                await router_captures.push(client, capture, until=ends)
             self._captures.popleft()
+
+    async def _settle_usage(self, client: aioredis.Redis) -> None:
+        await self._usage.settle(client)
+        now = time.monotonic()
+        if now - self._left_sent_at >= _SEND_LEFT_EVERY_S:
+            await self._usage.send_left(client)
+            self._left_sent_at = now
 
     def on_capture(self, capture: dict[str, Any]) -> None:
         """Kept until it can be told; the oldest is dropped past fifty."""
@@ -277,12 +288,8 @@ class RouterFeed:
         client = self._client
         if client is None:
             raise ConnectionError("no broker to tell usage to")
-        entry = orjson.dumps([record.to_json() for record in records])
         try:
-            async with client.pipeline(transaction=True) as pipeline:
-                pipeline.rpush(USAGE_LIST, entry)
-                pipeline.ltrim(USAGE_LIST, -_USAGE_LIST_LENGTH, -1)
-                await pipeline.execute()
+            await self._usage.send(client, records)
         except (RedisError, OSError) as exc:
             self._note_away(exc)
             raise

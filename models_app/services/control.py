@@ -18,7 +18,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
-from models_app.services import host_loss, idle, rollout, usage
+from models_app.services import capture, host_loss, idle, keys, rollout, usage
 from models_app.services.launch import instance_place, replica_make
 from models_app.services.operations import OPEN
 from models_app.services.requeue import requeue
@@ -48,6 +48,8 @@ def reconcile_control() -> None:
         hints_repeat,
         idle.idle_check,
         usage.usage_fold,
+        keys.graces_end,
+        capture.captures_end,
         prune,
     ):
         _run(part)
@@ -203,4 +205,5 @@ def prune() -> None:
     old = InstanceEvent.objects.filter(at__lt=now - timedelta(seconds=settings.EVENTS_KEEP_S)).order_by("pk")
     while ids := list(old.values_list("pk", flat=True)[:_PRUNE_BATCH]):
         InstanceEvent.objects.filter(pk__in=ids).delete()
+    usage.senders_prune()
     gpu_services.samples_prune(now=now)

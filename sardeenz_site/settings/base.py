@@ -64,6 +64,7 @@ PROBE_EVERY_S = env_float("SARDEENZ_PROBE_EVERY_S", 300.0)  # idle so long: one 
 PROBE_LIMIT_S = env_float("SARDEENZ_PROBE_LIMIT_S", 30.0, minimum=1.0, maximum=40.0)
 HOST_BACK_AFTER_S = env_float("SARDEENZ_HOST_BACK_AFTER_S", 5.0)  # out of the routes at least so long: no flapping
 HOST_LOST_S = env_float("SARDEENZ_HOST_LOST_S", 300.0)  # its instances start elsewhere; 0 is never
+CAPTURE_MAX_S = env_float("SARDEENZ_CAPTURE_MAX_S", 86400.0, minimum=60.0)  # longest capture of a key's requests
 RESTART_LIMIT = env_int("SARDEENZ_RESTART_LIMIT", 5, minimum=0, maximum=1000)
 RESTART_BACKOFF_S = env_float("SARDEENZ_RESTART_BACKOFF_S", 10.0, minimum=0.1)
 RESTART_BACKOFF_MAX_S = env_float("SARDEENZ_RESTART_BACKOFF_MAX_S", 300.0, minimum=0.1)

@@ -18,7 +18,8 @@ from models_app.router.app import RouterApp
 from models_app.router.config import RouterConfig
 from models_app.router.table import TableSource
 from sardeenz_site.redis_url import celery_broker_url
-from sardeenz_site.router_feed import EVENTS_LIST, ROUTES_CHANNEL, ROUTES_KEY, USAGE_LIST, RouterFeed
+from sardeenz_site.router_feed import EVENTS_LIST, ROUTES_CHANNEL, ROUTES_KEY, RouterFeed
+from sardeenz_site.router_usage import USAGE_LIST
 from tests.models_app.router.support import key, model, snapshot
 
 DEAD = "redis://127.0.0.1:1/0"
@@ -120,7 +121,9 @@ async def test_usage_events_and_wishes_go_out(fed: Fed, broker: redis.Redis) -> 
     fed.feed.on_event({"type": "unknown_model", "model": "x"})
     await fed.feed.on_demand("m")
     await wait_for(lambda: broker.llen(USAGE_LIST) == 1 and broker.llen(EVENTS_LIST) == 1)
-    (record,) = orjson.loads(broker.lindex(USAGE_LIST, 0))
+    batch = orjson.loads(broker.lindex(USAGE_LIST, 0))
+    (record,) = batch["records"]
+    assert batch["sequence"] == 1
     assert (record["key_id"], record["key_name"], record["model"], record["requests"]) == (1, "k", "m", 2)
     task = json.loads(broker.lindex("control", 0))
     assert task["headers"]["task"] == "models_app.demand"
@@ -152,16 +155,6 @@ async def test_hint_that_the_broker_did_not_take_in_time_is_forgotten(
         await fed.stop()
 
 
-async def test_captures_are_a_ring_that_goes_by_itself(fed: Fed, broker: redis.Redis) -> None:
-    for number in range(120):
-        fed.feed.on_capture({"key_id": 7, "number": number})
-        if number % 40 == 39:
-            await wait_for(lambda: not fed.feed._captures)
-    assert broker.llen("sardeenz:router.captures:7") == 100
-    assert orjson.loads(broker.lindex("sardeenz:router.captures:7", 0))["number"] == 119
-    assert 0 < broker.ttl("sardeenz:router.captures:7") <= 24 * 3600
-
-
 async def test_two_processes_hear_of_each_other(fed: Fed, valkey_url: str, tmp_path: Path) -> None:
     other = Fed(valkey_url, tmp_path / "other.json")
     assert other.feed._peers is not None
@@ -191,7 +184,8 @@ async def test_file_serves_while_redis_is_away(tmp_path: Path) -> None:
         assert fed.names == ["n"]
         fed.app.usage.record(1, "k", "m").requests += 1
         await fed.app._flush()
-        assert sum(record.requests for record in fed.app.usage.take()) == 1  # kept
+        (kept,) = (orjson.loads(file.read_bytes()) for file in (tmp_path / "router-usage").glob("*.json"))
+        assert [record["requests"] for record in kept["records"]] == [1]
         with pytest.raises(Exception, match=r"refused|connect"):
             await fed.feed.on_demand("m")
     finally:
