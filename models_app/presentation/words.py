@@ -33,6 +33,8 @@ SLEEPING = Word("Sleeping", "calm", "moon")
 STOPPING = Word("Stopping", "info", "player-stop")
 STOPPED = Word("Stopped", "calm", "circle-minus")
 FAILED = Word("Failed", "bad", "alert-triangle")
+#: In which they are counted: what needs somebody comes first.
+ORDER = (FAILED, STUCK, UNREACHABLE, QUEUED, STARTING, READY, DRAINING, SLEEPING, STOPPING, STOPPED)
 
 STATE_WORDS: dict[str, Word] = {
     InstanceState.PENDING: QUEUED,

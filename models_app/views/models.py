@@ -48,27 +48,13 @@ class ModelLine:
         return self.model.max_model_len or (self.model.facts or {}).get("max_position_embeddings")
 
 
-_ORDER = (
-    words.FAILED,
-    words.STUCK,
-    words.UNREACHABLE,
-    words.QUEUED,
-    words.STARTING,
-    words.READY,
-    words.DRAINING,
-    words.SLEEPING,
-    words.STOPPING,
-    words.STOPPED,
-)
-
-
 def _line(model: Model, instances: list[Instance]) -> ModelLine:
     """Failures count before successes, so that no replica that is down hides behind one that is up."""
     found = Counter(words.state_word(instance) for instance in instances)
     worst = next((row for row in instances if row.state == InstanceState.FAILED), None)
     return ModelLine(
         model,
-        counts=[(word, found[word]) for word in _ORDER if found[word]],
+        counts=[(word, found[word]) for word in words.ORDER if found[word]],
         why=words.why(worst) if worst else "",
         outdated=any(0 < row.spec_revision < model.spec_revision for row in instances if row.is_live),
         live=sum(row.is_live for row in instances),

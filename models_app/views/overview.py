@@ -36,7 +36,7 @@ def overview(request: HttpRequest) -> HttpResponse:
     context = {
         "board": board,
         "items": items,
-        "counts": [(word, counts[word.text]) for word in _ordered() if counts[word.text]],
+        "counts": [(word, counts[word.text]) for word in words.ORDER if counts[word.text]],
         "ready": counts[words.READY.text],
         "instances": len(once),
         "models": Model.objects.count(),
@@ -50,18 +50,3 @@ def overview(request: HttpRequest) -> HttpResponse:
     }
     template = "models_app/_overview.html" if target_is(request, "overview") else "models_app/overview.html"
     return render(request, template, context)
-
-
-def _ordered() -> list[words.Word]:
-    return [
-        words.FAILED,
-        words.STUCK,
-        words.UNREACHABLE,
-        words.QUEUED,
-        words.STARTING,
-        words.READY,
-        words.DRAINING,
-        words.SLEEPING,
-        words.STOPPING,
-        words.STOPPED,
-    ]

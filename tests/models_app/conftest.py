@@ -57,3 +57,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     messages: list[tuple[Any, ...]] = []
     monkeypatch.setattr(dispatch, "send", lambda name, *args, **_: messages.append((name, *args)))
     return messages
+
+
+@pytest.fixture
+def host(db: None, settings: Any, tmp_path: Path) -> Host:
+    """This machine with two cards of which nobody reads anything: for services that only write rows."""
+    settings.SARDEENZ_HOME = tmp_path
+    host = make_host(name=settings.SARDEENZ_HOST_NAME)
+    make_gpu(host=host, index=0)
+    make_gpu(host=host, index=1)
+    return host

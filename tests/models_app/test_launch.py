@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import connection
 
 from gpus_app.models import Host
 from models_app import dispatch
-from models_app.errors import BrokerAway, Conflict, DoesNotFit, InvalidInput
+from models_app.errors import BrokerAway, DoesNotFit, InvalidInput
 from models_app.models import AuditEntry, Instance, Model
 from models_app.services.launch import instance_place, instance_restart, model_launch
 from models_app.services.start import _claim
 from models_app.services.stop import instance_stop
 from models_app.states import DesiredState, InstanceState
-from tests.builders import GIB, make_gpu, make_host, make_instance, make_model
+from tests.builders import GIB, make_instance, make_model
+from tests.race import race
 
 S = InstanceState
-pytestmark = pytest.mark.django_db
-
-
-@pytest.fixture(autouse=True)
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    messages: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(dispatch, "send", lambda name, *args, **_: messages.append((name, *args)))
-    return messages
-
-
-@pytest.fixture
-def host(settings: Any, tmp_path: Any) -> Host:
-    settings.SARDEENZ_HOME = tmp_path
-    host = make_host(name=settings.SARDEENZ_HOST_NAME)
-    make_gpu(host=host, index=0)
-    make_gpu(host=host, index=1)
-    return host
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("sent")]
 
 
 def _state(row: Instance) -> str:
@@ -163,33 +145,10 @@ def test_restart_of_a_running_instance_drains_it_and_keeps_it_wanted(host: Host)
 # --- at once -----------------------------------------------------------------------------------------
 
 
-def _race(*acts: Callable[[], Any]) -> list[Any]:
-    barrier = threading.Barrier(len(acts))
-    results: list[Any] = []
-
-    def run(act: Callable[[], Any]) -> None:
-        try:
-            barrier.wait(10)
-            results.append(act())
-        except (Conflict, DoesNotFit) as exc:
-            results.append(exc)
-        finally:
-            connection.close()
-
-    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert len(results) == len(acts)
-    return results
-
-
 @pytest.mark.django_db(transaction=True)
 def test_two_clicks_at_once_make_one_instance(host: Host) -> None:
     model = make_model()
-    results = _race(*[lambda who=who: model_launch(model, actor=who) for who in ("anna", "bert", "carl", "dora")])
+    results = race(*[lambda who=who: model_launch(model, actor=who) for who in ("anna", "bert", "carl", "dora")])
     assert Instance.objects.count() == 1
     assert {row.pk for rows in results for row in rows} == {Instance.objects.get().pk}
 
@@ -198,7 +157,7 @@ def test_two_clicks_at_once_make_one_instance(host: Host) -> None:
 def test_placements_at_once_never_sell_the_same_bytes(host: Host) -> None:
     facts = {"weights_bytes": 40 * GIB}
     rows = [make_instance(model=make_model(facts=facts), host=host, state=S.PENDING) for _ in range(4)]
-    _race(*[lambda pk=row.pk: instance_place(pk) for row in rows])
+    race(*[lambda pk=row.pk: instance_place(pk) for row in rows])
     placed = Instance.objects.filter(state=S.SCHEDULED)
     assert placed.count() == 2, "one for each card of 80 GiB"
     assert len({tuple(row.gpu_uuids) for row in placed}) == 2
@@ -209,7 +168,7 @@ def test_placements_at_once_never_sell_the_same_bytes(host: Host) -> None:
 def test_of_starts_claimed_at_once_on_one_card_one_goes_first(host: Host) -> None:
     card = host.gpus.all()[0]
     rows = [make_instance(host=host, gpus=[card], state=S.SCHEDULED) for _ in range(3)]
-    claims = _race(*[lambda row=row: _claim(row) for row in rows])
+    claims = race(*[lambda row=row: _claim(row) for row in rows])
     assert sum(claim is not None for claim in claims) == 1
     assert sorted(Instance.objects.values_list("state", flat=True)) == ["scheduled", "scheduled", "starting"]
 
@@ -217,7 +176,7 @@ def test_of_starts_claimed_at_once_on_one_card_one_goes_first(host: Host) -> Non
 @pytest.mark.django_db(transaction=True)
 def test_of_two_workers_that_claim_one_start_one_gets_it(host: Host) -> None:
     row = make_instance(host=host, state=S.SCHEDULED)
-    claims = _race(*[lambda: _claim(Instance.objects.select_related("model", "host").get(pk=row.pk))] * 3)
+    claims = race(*[lambda: _claim(Instance.objects.select_related("model", "host").get(pk=row.pk))] * 3)
     assert sum(claim is not None for claim in claims) == 1
     assert row.attempts.count() == 1
 
@@ -226,7 +185,7 @@ def test_of_two_workers_that_claim_one_start_one_gets_it(host: Host) -> None:
 def test_starts_at_once_get_ports_of_their_own(host: Host) -> None:
     gpus = list(host.gpus.all())
     rows = [make_instance(host=host, gpus=[gpu], state=S.SCHEDULED) for gpu in gpus]
-    _race(*[lambda row=row: _claim(row) for row in rows])
+    race(*[lambda row=row: _claim(row) for row in rows])
     ports = set(Instance.objects.values_list("port", flat=True))
     assert len(ports) == 2
     assert None not in ports
@@ -235,7 +194,7 @@ def test_starts_at_once_get_ports_of_their_own(host: Host) -> None:
 @pytest.mark.django_db(transaction=True)
 def test_launch_and_stop_at_once_end_in_one_clear_state(host: Host) -> None:
     row = make_instance(host=host, state=S.STOPPED)
-    _race(lambda: model_launch(row.model, actor="anna"), lambda: instance_stop(row, actor="bert"))
+    race(lambda: model_launch(row.model, actor="anna"), lambda: instance_stop(row, actor="bert"))
     row.refresh_from_db()
     wanted = row.desired_state == DesiredState.RUNNING
     assert row.state == (S.PENDING if wanted else S.STOPPED)

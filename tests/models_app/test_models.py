@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection
 
 from gpus_app.models import Host
 from models_app.errors import Conflict, InvalidInput, StaleRevision
@@ -24,6 +21,7 @@ from models_app.services.models import (
 )
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model
+from tests.race import race
 
 pytestmark = pytest.mark.django_db
 GOOD: dict[str, Any] = {"served_model_name": "a", "source": "catalogue", "model": "Qwen/Qwen3-0.6B"}
@@ -262,33 +260,11 @@ def test_live_model_is_not_deleted() -> None:
     assert not Model.objects.exists()
 
 
-def _race(*acts: Callable[[], Any]) -> list[Any]:
-    barrier = threading.Barrier(len(acts))
-    results: list[Any] = []
-
-    def run(act: Callable[[], Any]) -> None:
-        try:
-            barrier.wait(10)
-            results.append(act())
-        except (Conflict, InvalidInput) as exc:
-            results.append(exc)
-        finally:
-            connection.close()
-
-    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
-
-
 @pytest.mark.django_db(transaction=True)
 def test_of_two_who_take_one_name_at_once_one_gets_it() -> None:
     fields = {**GOOD, "served_model_name": "x", "aliases": ["y"]}
     swapped = {**GOOD, "served_model_name": "y", "aliases": ["x"]}
-    results = _race(
+    results = race(
         lambda: model_create(actor="anna", **fields),
         lambda: model_create(actor="bert", **swapped),
         lambda: model_create(actor="carl", **fields),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpus_app.models import Gpu, Host
-from models_app import broker, dispatch, transitions
+from models_app import broker, transitions
 from models_app.errors import BrokerAway, Conflict, DoesNotFit
 from models_app.models import Instance, Operation
 from models_app.services import rollout
@@ -20,23 +20,7 @@ from models_app.states import TERMINAL, DesiredState, InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model
 
 S = InstanceState
-pytestmark = pytest.mark.django_db
-
-
-@pytest.fixture(autouse=True)
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    messages: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(dispatch, "send", lambda name, *args, **_: messages.append((name, *args)))
-    return messages
-
-
-@pytest.fixture
-def host(settings: Any, tmp_path: Any) -> Host:
-    settings.SARDEENZ_HOME = tmp_path
-    host = make_host(name=settings.SARDEENZ_HOST_NAME)
-    make_gpu(host=host, index=0)
-    make_gpu(host=host, index=1)
-    return host
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("sent")]
 
 
 @pytest.fixture
