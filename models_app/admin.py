@@ -39,11 +39,10 @@ from models_app.services.stop import instance_stop
 
 if TYPE_CHECKING:
     Base = admin.ModelAdmin[Any]
-    InlineBase = admin.TabularInline[ModelAlias, Model]
-    TargetInlineBase = admin.TabularInline[RouteTarget, WeightedRoute]
+    InlineBase = admin.TabularInline[Any, Any]
 else:  # generic for the type checker only
     Base = admin.ModelAdmin
-    InlineBase = TargetInlineBase = admin.TabularInline
+    InlineBase = admin.TabularInline
 
 
 def each(self: Base, request: HttpRequest, rows: QuerySet[Any], work: Callable[[Any, str], object]) -> None:
@@ -73,8 +72,9 @@ class ReadOnlyAdmin(Base):
         return False
 
 
-class AliasInline(InlineBase):
-    model = ModelAlias
+class ReadOnlyInline(InlineBase):
+    """Lines of another table, shown beside their owner."""
+
     extra = 0
     can_delete = False
 
@@ -83,6 +83,10 @@ class AliasInline(InlineBase):
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
+
+
+class AliasInline(ReadOnlyInline):
+    model = ModelAlias
 
 
 @admin.register(Model)
@@ -116,16 +120,8 @@ class ModelAliasAdmin(ReadOnlyAdmin):
     search_fields = ("name",)
 
 
-class TargetInline(TargetInlineBase):
+class TargetInline(ReadOnlyInline):
     model = RouteTarget
-    extra = 0
-    can_delete = False
-
-    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
 
 
 @admin.register(WeightedRoute)
