@@ -67,8 +67,8 @@ class HostAdmin(Base):
 
 @admin.register(Gpu)
 class GpuAdmin(ObservedAdmin):
-    list_display = ("host", "index", "name", "total_bytes", "state", "state_since", "cordoned", "seen_at")
-    list_filter = ("state", "cordoned", "host")
+    list_display = ("host", "index", "name", "total_bytes", "state", "grade", "state_since", "cordoned", "seen_at")
+    list_filter = ("state", "grade", "cordoned", "host")
     list_select_related = ("host",)
     search_fields = ("uuid", "name")
     actions = ("cordon", "uncordon", "hold", "end_hold")

@@ -98,7 +98,9 @@ class GpuOut(Schema):
     state: Literal["ok", "faulty", "missing"]
     state_reason: str
     state_since: datetime
+    grade: Literal["", "passing", "blind", "fatal"]
     cordoned: bool
+    cordon_reason: str
     seen_at: datetime | None
     policy: PolicyOut
     latest: GpuReadingOut | None
@@ -118,7 +120,9 @@ class GpuOut(Schema):
             state=gpu.state,  # type: ignore[arg-type]
             state_reason=gpu.state_reason,
             state_since=gpu.state_since,
+            grade=gpu.grade,  # type: ignore[arg-type]
             cordoned=gpu.cordoned,
+            cordon_reason=gpu.cordon_reason,
             seen_at=gpu.seen_at,
             policy=PolicyOut.from_orm(policy or GpuPolicy(gpu=gpu)),
             latest=GpuReadingOut(t=record["t"], age_s=record["age_s"], **_rest(reading)) if reading else None,

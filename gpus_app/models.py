@@ -65,7 +65,9 @@ class Gpu(models.Model):
     state = models.CharField(max_length=16, choices=State.choices, default=State.OK)
     state_reason = models.CharField(max_length=500, blank=True)
     state_since = models.DateTimeField(default=timezone.now)
+    grade = models.CharField(max_length=16, blank=True, help_text="How bad the fault is: passing, blind or fatal.")
     cordoned = models.BooleanField(default=False)
+    cordon_reason = models.CharField(max_length=500, blank=True, help_text="The fault that closed it; empty: by hand.")
     seen_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:

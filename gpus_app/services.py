@@ -17,10 +17,13 @@ from gpus_app.events import publish_gpus_on_commit, report_act_on_commit
 from gpus_app.models import Gpu, GpuPolicy, GpuSample, Host
 from gpus_app.policies.claims import Claim, check_card
 from gpus_app.probes.base import GpuReading
+from gpus_app.probes.grades import Grade
 
 #: How long rolled-up readings are kept, by their resolution in seconds.
 KEEP_SAMPLES = {10: timedelta(days=1), 60: timedelta(days=30)}
 PRUNE_BATCH = 5000
+#: Who closes a faulty card.
+PROBE_ACTOR = "sampler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,9 @@ def gpus_sync(host: Host, *, readings: Sequence[GpuReading]) -> list[Gpu]:
     """Bring the host's GPU rows in line with what the driver lists; returns those that are new or changed state.
 
     Adds new cards, marks those that are no longer listed ``missing`` and those with an error ``faulty`` with the
-    reason, and both ``ok`` again when they answer. A card known by its UUID that turns up in another host moves there.
+    reason, and both ``ok`` again when they answer. A fatal fault cordons the card, until an operator opens it again:
+    whether it was reset is not for us to know. Each fault goes to the audit. A card known by its UUID that turns up in
+    another host moves there.
     """
     by_uuid = {reading.uuid: reading for reading in readings}
     now = timezone.now()
@@ -136,7 +141,8 @@ def gpus_sync(host: Host, *, readings: Sequence[GpuReading]) -> list[Gpu]:
                     seen_at=now,
                 )
                 GpuPolicy.objects.create(gpu=gpu)
-                _judge(gpu, reading, now)
+                if _judge(gpu, reading, now):
+                    gpu.save()
                 changed.append(gpu)
                 continue
             moved = gpu.host_id != host.pk
@@ -156,7 +162,9 @@ def gpus_sync(host: Host, *, readings: Sequence[GpuReading]) -> list[Gpu]:
         for gpu in gone.exclude(state=Gpu.State.MISSING):
             gpu.state, gpu.state_since = Gpu.State.MISSING, now
             gpu.state_reason = f"The driver lists {len(by_uuid)} GPUs and this one is not among them."
-            gpu.save(update_fields=["state", "state_reason", "state_since"])
+            gpu.grade = Grade.FATAL
+            _condemn(gpu)
+            gpu.save(update_fields=["state", "state_reason", "state_since", "grade", "cordoned", "cordon_reason"])
             changed.append(gpu)
         if changed:
             publish_gpus_on_commit(host.name)
@@ -173,8 +181,18 @@ def _judge(gpu: Gpu, reading: GpuReading, now: datetime) -> bool:
         return False
     if gpu.state != state:
         gpu.state_since = now
-    gpu.state, gpu.state_reason = state, reason
+    worse = reading.grade != gpu.grade or gpu.state == Gpu.State.OK
+    gpu.state, gpu.state_reason, gpu.grade = state, reason, reading.grade
+    if state != Gpu.State.OK and worse:
+        _condemn(gpu)
     return True
+
+
+def _condemn(gpu: Gpu) -> None:
+    """A new fault, or a worse one: it goes to the audit, and a fatal one closes the card."""
+    if gpu.grade == Grade.FATAL and not gpu.cordoned:
+        gpu.cordoned, gpu.cordon_reason = True, gpu.state_reason[:500]
+    report_act_on_commit(actor=PROBE_ACTOR, action="gpu.fault", target=str(gpu), detail=gpu.state_reason)
 
 
 def gpu_cordon(gpu: Gpu, *, actor: str) -> None:
@@ -183,7 +201,7 @@ def gpu_cordon(gpu: Gpu, *, actor: str) -> None:
 
 
 def gpu_uncordon(gpu: Gpu, *, actor: str) -> None:
-    _gpu_set(gpu, actor=actor, action="gpu.uncordon", cordoned=False)
+    _gpu_set(gpu, actor=actor, action="gpu.uncordon", cordoned=False, cordon_reason="")
 
 
 def _gpu_set(gpu: Gpu, *, actor: str, action: str, **changes: Any) -> None:

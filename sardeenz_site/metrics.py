@@ -99,9 +99,14 @@ def _gpus(records: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[
 
 def _row_metrics() -> Iterator[Metric]:
     faulty = GaugeMetricFamily("sardeenz_gpu_faulty", "1 when the GPU is faulty or missing.", labels=GPU_LABELS)
-    for card in Gpu.objects.select_related("host"):
+    cards = list(Gpu.objects.select_related("host"))
+    for card in cards:
         faulty.add_metric((card.host.name, card.uuid, str(card.index), card.name), float(card.state != Gpu.State.OK))
     yield faulty
+    closed = GaugeMetricFamily("sardeenz_gpu_cordoned", "1 when the GPU takes no new instances.", labels=GPU_LABELS)
+    for card in cards:
+        closed.add_metric((card.host.name, card.uuid, str(card.index), card.name), float(card.cordoned))
+    yield closed
 
     states = GaugeMetricFamily("sardeenz_instances", "Instances by state.", labels=("model", "state"))
     counts = Instance.objects.order_by().values_list("model__served_model_name", "state").annotate(n=Count("pk"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpus_app.probes.grades import Grade
+
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
@@ -20,7 +22,7 @@ class GpuReading:
     """One GPU at one moment, from the driver. Bytes exclude what the driver reserves for itself (NVML memory info v2).
 
     With ``error`` set the other figures are the last known identity and zeros. ``missing``: the driver no longer lists
-    it, or says that it has left the bus.
+    it, or says that it has left the bus. ``grade``: what follows from the error.
     """
 
     uuid: str
@@ -36,6 +38,7 @@ class GpuReading:
     processes: tuple[GpuProcess, ...] = ()
     error: str | None = None
     missing: bool = False
+    grade: Grade = Grade.NONE
 
 
 class Probe(Protocol):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpus_app.probes.base import GpuProcess, GpuReading
+from gpus_app.probes.grades import Grade
 from gpus_app.probes.xid import XidWatch
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ class _Card:
     power_limit_w: float | None = None
     slow_at: float = field(default=float("-inf"))
 
-    def failed(self, error: str, *, missing: bool = False) -> GpuReading:
-        return GpuReading(self.uuid, self.index, self.name, self.total_bytes, error=error, missing=missing)
+    def failed(self, error: str, *, missing: bool = False, grade: Grade = Grade.BLIND) -> GpuReading:
+        """``missing`` is fatal: what ran there is gone or will be."""
+        grade = Grade.FATAL if missing else grade
+        return GpuReading(self.uuid, self.index, self.name, self.total_bytes, error=error, missing=missing, grade=grade)
 
 
 class NvmlProbe:
@@ -170,10 +173,11 @@ class NvmlProbe:
         except nvml.NVMLError as exc:
             card.handle = None
             lost = exc.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_NOT_FOUND)
-            return card.failed(self._sentence(exc), missing=lost)
+            reset = exc.value == nvml.NVML_ERROR_RESET_REQUIRED
+            return card.failed(self._sentence(exc), missing=lost, grade=Grade.FATAL if reset else Grade.BLIND)
         fault = self._xids.fault(card.uuid)
         if fault:
-            return card.failed(fault)
+            return card.failed(fault[0], grade=fault[1])
         now = self._clock()
         if now - card.slow_at >= SLOW_FACTS_S:
             card.slow_at = now

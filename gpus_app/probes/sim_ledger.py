@@ -4,7 +4,8 @@ One folder per host (``SARDEENZ_SIM_DIR``):
 
 ``gpus.json``
     the cards: ``[{"uuid", "index", "name", "total_bytes"}]``; an entry may also carry ``"fault"``
-    (``missing``, ``nvml_error``, ``xid:79``) and ``"foreign_bytes"`` (memory of a process that is none of ours).
+    (``missing``, ``nvml_error``, ``xid:79``), ``"fault_at"`` (epoch seconds from which on it holds) and
+    ``"foreign_bytes"`` (memory of a process that is none of ours).
 ``ledger.lock``
     ``flock`` for writers; readers need none, since every file is replaced as a whole.
 ``alloc/<pid>-<start_ticks>.json``
@@ -56,7 +57,13 @@ class SimGpu:
     name: str
     total_bytes: int
     fault: str = ""
+    fault_at: float = 0.0
     foreign_bytes: int = 0
+
+    @property
+    def fault_now(self) -> str:
+        """The fault, once its time has come."""
+        return self.fault if time.time() >= self.fault_at else ""
 
 
 @dataclass(slots=True)
@@ -164,7 +171,7 @@ class Ledger:
 
     def gpu(self, uuid: str) -> SimGpu | None:
         """One card by UUID, None when there is no such card or it has fallen off the bus."""
-        return next((card for card in self.gpus() if card.uuid == uuid and card.fault != "missing"), None)
+        return next((card for card in self.gpus() if card.uuid == uuid and card.fault_now != "missing"), None)
 
     def change_gpu(self, uuid: str, **changes: Any) -> None:
         """Switch a fault or the foreign bytes of one card: ``fault="xid:79"``; ``fault=""`` ends it."""

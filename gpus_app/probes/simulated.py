@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from gpus_app.probes.base import GpuProcess, GpuReading
+from gpus_app.probes.grades import Grade, grade_of, sentence_of
 from gpus_app.probes.sim_ledger import LIMIT_W, Ledger, Thermals
 
 #: Name of the process that a card's ``foreign_bytes`` are said to belong to; pid 1 is nobody's engine.
@@ -39,11 +41,9 @@ class SimulatedProbe:
         for card in cards:
             identity = GpuReading(card.uuid, card.index, card.name, card.total_bytes)
             self._known[card.uuid] = identity
-            if card.fault == "missing":
-                readings.append(self._lost(identity, "The card has left the bus.", missing=True))
-                continue
-            if card.fault:
-                readings.append(self._lost(identity, _sentence(card.fault)))
+            error, grade = _fault(card.fault_now)
+            if error:
+                readings.append(self._lost(identity, error, missing=card.fault_now == "missing", grade=grade))
                 continue
             processes = [GpuProcess(row.pid, row.name, row.bytes) for row in holdings.get(card.uuid, [])]
             if card.foreign_bytes > 0:
@@ -68,17 +68,22 @@ class SimulatedProbe:
             )
         listed = {card.uuid for card in cards}
         gone = [known for uuid, known in self._known.items() if uuid not in listed]
-        readings += [self._lost(known, "The card is no longer listed.", missing=True) for known in gone]
+        said = "The card is no longer listed."
+        readings += [self._lost(known, said, missing=True, grade=Grade.FATAL) for known in gone]
         return sorted(readings, key=lambda reading: reading.index)
 
     @staticmethod
-    def _lost(identity: GpuReading, error: str, *, missing: bool = False) -> GpuReading:
-        return GpuReading(
-            identity.uuid, identity.index, identity.name, identity.total_bytes, error=error, missing=missing
-        )
+    def _lost(identity: GpuReading, error: str, *, missing: bool = False, grade: Grade = Grade.BLIND) -> GpuReading:
+        return replace(identity, error=error, missing=missing, grade=grade)
 
 
-def _sentence(fault: str) -> str:
+def _fault(fault: str) -> tuple[str, Grade]:
+    """Sentence and grade as NVML's probe would give them; an XID that is a program's own fault is none of the card."""
+    if not fault:
+        return "", Grade.NONE
+    if fault == "missing":
+        return "The card has left the bus.", Grade.FATAL
     if fault.startswith("xid:"):
-        return f"XID {fault[4:]}: the driver reported a fault of the card."
-    return "NVML: Unknown Error."
+        xid = int(fault[4:])
+        return sentence_of(xid), grade_of(xid)
+    return "NVML: Unknown Error.", Grade.BLIND

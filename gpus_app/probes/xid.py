@@ -1,6 +1,6 @@
 """Faults that the driver reports of a GPU (XID errors), waited for without waiting.
 
-Meanings are those of NVIDIA's XID catalogue. Most XIDs are the fault of a program and say nothing of the card.
+How bad each is stands in ``grades``. Most XIDs are the fault of a program and say nothing of the card.
 """
 
 from __future__ import annotations
@@ -10,27 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gpus_app.probes.grades import Grade, grade_of, sentence_of
+
 log = logging.getLogger(__name__)
 
-#: A card with one of these is out of order until it is reset or the machine restarted.
-NEEDS_RESET = {
-    48: "a memory error that could not be corrected",
-    62: "the card's internal controller stopped",
-    64: "a faulty memory row could not be replaced",
-    74: "an NVLink error",
-    79: "the GPU has fallen off the bus",
-    95: "a memory error that reached other programs",
-    119: "the GPU's system processor does not answer",
-    120: "the GPU's system processor failed",
-    140: "a memory error that was not corrected",
-    143: "the GPU could not be set up",
-}
-#: These pass: shown for a while.
-PASSES = {
-    63: "a faulty memory row is to be replaced at the next reset",
-    92: "many corrected memory errors",
-    94: "a memory error that hit one program",
-}
+#: How long an XID that passes is shown.
 PASSING_S = 60.0
 #: Events are taken from the queue without waiting, at most so many a poll.
 MOST_EVENTS = 32
@@ -76,20 +60,20 @@ class XidWatch:
             if uuid is None:
                 continue
             log.warning("XID %d on %s", xid, uuid)
-            if xid in NEEDS_RESET or (xid in PASSES and self._faults.get(uuid, (0, 0.0))[0] not in NEEDS_RESET):
+            known = grade_of(self._faults[uuid][0]) if uuid in self._faults else Grade.NONE
+            if grade_of(xid) is Grade.FATAL or (grade_of(xid) is Grade.PASSING and known is not Grade.FATAL):
                 self._faults[uuid] = (xid, self._clock())
 
-    def fault(self, uuid: str) -> str | None:
-        """The sentence for a card that is out of order by its XID; None when it is not, or not any more."""
+    def fault(self, uuid: str) -> tuple[str, Grade] | None:
+        """Sentence and grade for a card with an XID; None when there is none, or not any more."""
         if uuid not in self._faults:
             return None
         xid, at = self._faults[uuid]
-        if xid in NEEDS_RESET:
-            return f"XID {xid}: {NEEDS_RESET[xid]}. The card has to be reset, or the machine restarted."
-        if self._clock() - at > PASSING_S:
+        grade = grade_of(xid)
+        if grade is not Grade.FATAL and self._clock() - at > PASSING_S:
             del self._faults[uuid]
             return None
-        return f"XID {xid}: {PASSES[xid]}."
+        return sentence_of(xid), grade
 
     def close(self) -> None:
         """Give the event set back; faults are remembered, handles are not."""

@@ -72,7 +72,7 @@ class GpuStates:
 
 def signature(readings: list[GpuReading]) -> tuple[tuple[object, ...], ...]:
     """What makes a list of GPUs worth writing again."""
-    return tuple((r.uuid, r.index, r.name, r.total_bytes, r.error, r.missing) for r in readings)
+    return tuple((r.uuid, r.index, r.name, r.total_bytes, r.error, r.missing, r.grade) for r in readings)
 
 
 class Recorder:

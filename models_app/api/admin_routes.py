@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime
 from typing import Annotated, Any
 
 from django.http import HttpRequest, JsonResponse
@@ -15,6 +16,8 @@ from models_app.api.auth import caller_of, viewer
 from models_app.api.schemas import MAX_ID, AuditOut, KeyIn, KeyOut, NewKeyOut, OperationOut, Strict, Text
 from models_app.errors import InvalidInput, NotFound
 from models_app.models import ApiKey, AuditEntry, Model, Operation
+from models_app.presentation.attention import attention
+from models_app.presentation.board import build_board
 from models_app.services.keys import api_key_create, api_key_revoke
 from models_app.services.leftovers import orphans_shown
 from models_app.services.reaping import leftover_reap
@@ -32,6 +35,17 @@ class LeftoverOut(Strict):
     name: str
     started_at: float | None
     served_model_name: str
+
+
+class AttentionOut(Strict):
+    """``rank`` 0 is worst; ``href`` is the page that tells more."""
+
+    rank: int
+    tone: str
+    title: str
+    text: str
+    href: str
+    since: datetime | None
 
 
 class ReapIn(Strict):
@@ -103,6 +117,13 @@ def get_operation(request: HttpRequest, operation_id: Annotated[int, Path(ge=1, 
     if row is None:
         raise NotFound(f"There is no operation {operation_id}.")
     return row
+
+
+@router.get("/attention", auth=viewer, response={200: list[AttentionOut], **ERRORS})
+def list_attention(request: HttpRequest) -> Any:
+    """What needs somebody first, as the overview shows it: faulty GPUs, silent hosts, failures, leftovers."""
+    items = attention(build_board(None), may_operate=False)
+    return [{name: getattr(item, name) for name in AttentionOut.model_fields} for item in items]
 
 
 @router.get("/leftovers", response={200: list[LeftoverOut], **ERRORS})

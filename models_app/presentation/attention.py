@@ -91,6 +91,18 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
                         gpu.state_since,
                     )
                 )
+            elif gpu.cordoned and gpu.cordon_reason:
+                found.append(
+                    Item(
+                        3,
+                        "warn",
+                        "barrier-block",
+                        f"{name} is closed by a fault",
+                        f"{gpu.cordon_reason} It answers again: open it once it was reset.",
+                        f"/gpus/{gpu.pk}/",
+                        gpu.state_since,
+                    )
+                )
             elif card.bar.near_full:
                 reserve = f", reserve {words.gib(card.bar.reserve_bytes)} GiB" if card.bar.reserve_bytes else ""
                 found.append(

@@ -18,7 +18,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
-from models_app.services import capture, host_loss, idle, keys, rollout, usage
+from models_app.services import capture, gpu_faults, host_loss, idle, keys, rollout, usage
 from models_app.services.launch import instance_place, replica_make
 from models_app.services.operations import OPEN
 from models_app.services.requeue import requeue
@@ -41,6 +41,7 @@ def reconcile_control() -> None:
     """One round; what fails is logged and does not keep the other parts from running."""
     for part in (
         hosts_check,
+        gpu_faults.gpu_faults_check,
         restarts_due,
         replicas_check,
         rollout.successors_check,

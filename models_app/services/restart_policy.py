@@ -12,6 +12,8 @@ from models_app.states import DesiredState
 NO_MEMORY = frozenset({"gpu_out_of_memory", "gpu_memory_taken", "kv_memory_too_small"})
 #: Nothing that the instance did: it comes back whatever its policy says.
 HOST_RESTARTED = "host_restarted"
+#: Nothing that the instance did either, but its policy decides: it is placed anew, never on the faulty GPU.
+GPU_FAULT = "gpu_fault"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ def decide(
         return Decision(0.0, "It starts again.")
     if policy == Model.RestartPolicy.NEVER:
         return Decision(None, "Its restart policy is never: start it again by hand.")
+    if cause_code == GPU_FAULT:
+        return Decision(0.0, "It starts again where there is room.")
     if host_in_maintenance:
         return Decision(None, "Its host is in maintenance: nothing is restarted there.")
     if not was_ready and (permanent or cause_code in NO_MEMORY):

@@ -49,6 +49,14 @@ def instance_move(
     return _replace(instance.model, [instance], wish, title=f"Move {instance.model}", actor=actor)
 
 
+def instance_leave(instance: Instance, *, actor: str, why: str) -> Operation:
+    """Move an instance away from where nothing may be placed any more; where to, the placer says.
+
+    What was bound to a host or to GPUs by hand stays bound. Raises Conflict, DoesNotFit, BrokerAway.
+    """
+    return _replace(instance.model, [instance], None, title=f"Move {instance.model} away: {why}", actor=actor)
+
+
 def model_roll(model: Model, *, actor: str, awake: bool = False) -> Operation:
     """Bring every instance of the model to its saved options, one after another. ``awake``: sleepers wake with that.
 
