@@ -272,6 +272,8 @@ def _is_done(operation: Operation, step: dict[str, Any]) -> bool:
     rows = list(Instance.objects.filter(model=model, replaces=None))
     live = [row for row in rows if row.is_live]
     if step["kind"] == "stop":
+        if live and model.deployed:
+            step |= {"state": "failed", "message": "It was launched again meanwhile."}
         return not live
     if _roll_failed(operation, step, model):
         return False

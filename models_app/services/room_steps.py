@@ -31,7 +31,7 @@ from models_app.services.plan_steps import plan_steps
 from models_app.services.room_undo import undo_begin, undo_step
 from models_app.services.sleep import instance_sleep
 from models_app.services.stop import instance_stop
-from models_app.states import LIMIT_NOW, TERMINAL, InstanceState, LimitStatus
+from models_app.states import LIMIT_NOW, TERMINAL, DesiredState, InstanceState, LimitStatus
 
 S = InstanceState
 MAKE_ROOM = "make_room"
@@ -180,6 +180,8 @@ def _finished(step: dict[str, Any], row: Instance) -> tuple[bool, str]:
             return True, f"It is {row.state}: the limit waits for its engine."
         answered = row.limit_acked_revision >= step["revision"]
         return answered and row.limit_status == LimitStatus.APPLIED, row.limit_message
+    if kind in (StepKind.SLEEP, StepKind.STOP) and row.desired_state == DesiredState.RUNNING:
+        return True, f"It is wanted running again: {row.reason}"  # launched or woken meanwhile, or it would not sleep
     if kind is StepKind.SLEEP:
         return row.state == S.SLEEPING or row.state in TERMINAL, row.reason
     if kind is StepKind.STOP:

@@ -11,6 +11,7 @@ from models_app import dispatch
 from models_app.errors import Conflict, InvalidInput
 from models_app.models import Instance, Model, Operation, Preset
 from models_app.services import specs
+from models_app.services.launch import model_launch
 from models_app.services.model_fields import POLICY_READERS, READERS
 from models_app.services.models import model_create, model_update
 from models_app.services.operations import operation_cancel, operation_step
@@ -207,6 +208,17 @@ def test_what_somebody_asks_for_meanwhile_ends_the_step_that_waits_for_the_contr
     Instance.objects.update(state=S.DRAINING, desired_state=wanted)
     _look(operation, 2)
     assert (operation.state, operation.steps[0]["message"]) == ("failed", said)
+
+
+def test_stop_ends_when_somebody_launches_the_model_meanwhile() -> None:
+    _running("a")
+    preset = preset_save("one", actor="anna")
+    _running("b")
+    operation = _look(preset_apply(preset, actor="anna"))
+    assert not Model.objects.get(served_model_name="b").deployed
+    model_launch(Model.objects.get(served_model_name="b"), actor="bert")
+    _look(operation)
+    assert (operation.state, operation.steps[0]["message"]) == ("failed", "It was launched again meanwhile.")
 
 
 def test_step_that_is_refused_does_not_keep_the_next_from_being_done() -> None:

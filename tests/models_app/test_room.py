@@ -383,6 +383,20 @@ def test_newcomer_that_dies_ends_first_and_only_then_the_sleeper_wakes(
     assert (new.next_restart_at, new.desired_state) == (None, DesiredState.STOPPED)
 
 
+def test_neighbour_that_somebody_launches_again_meanwhile_is_waited_for_no_longer(
+    gpu: Gpu, readings: Readings, newcomer: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = _ready(gpu, readings, limit=2 * GIB, baseline=60 * GIB)
+    operation = room_make(newcomer, actor="anna")
+    _step(operation)
+    _move(row, S.STOPPING)
+    model_launch(row.model, actor="bert")
+    _move(row, S.STOPPED)
+    _patience(monkeypatch)
+    _until(operation, lambda one: one.steps[0]["state"] == "short", most=3)
+    assert "wanted running again" in operation.steps[0]["message"]
+
+
 def test_neighbour_that_was_stopped_is_started_again_when_it_is_undone(
     gpu: Gpu, readings: Readings, newcomer: Model
 ) -> None:
