@@ -11,85 +11,102 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from models_app.engines import family, process
 from models_app.engines.identity import installation_id
 from tests.faults import checks
+from tests.faults.cast import SIMULATED
+from tests.faults.database import Postgres, Sqlite
 from tests.faults.plan import plan
 from tests.faults.world import World
 from tests.sardeenz_site.stack import Stack
 
-#: Within so long after the last act of a burst everything must be right.
-QUIET_S = 60.0
-SETTINGS = {
-    "SARDEENZ_SIM_SPEED": "20",
-    "SARDEENZ_SIM_GPUS": "2",
-    "SARDEENZ_RESTART_BACKOFF_S": "0.5",
-    "SARDEENZ_RESTART_BACKOFF_MAX_S": "2",
-    "SARDEENZ_RESTART_LIMIT": "1000",
-    "SARDEENZ_START_GRACE_S": "8",
-}
+#: While everything is not right yet, this is told so often.
+TELL_S = 10.0
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def run(seed: int, steps: int, burst: int, *, keep: Path | None = None) -> list[str]:
+@dataclass(frozen=True)
+class Run:
+    """What the command line asks for. ``keep``: where the home of a failed run goes."""
+
+    seed: int
+    steps: int
+    burst: int
+    database: str
+    keep: Path | None
+
+    def __str__(self) -> str:
+        return f"--seed {self.seed} --steps {self.steps} --burst {self.burst} --database {self.database}"
+
+
+def run(asked: Run) -> list[str]:
     """One run on a Sardeenz of its own. Returns the violations. Leaves no process behind, whatever happened."""
-    stack = Stack(start=False, **SETTINGS)
+    cast = SIMULATED
+    stack = Stack(start=False, **cast.settings)
     installation = installation_id(stack.home)
+    database = Sqlite(stack.home) if asked.database == "sqlite" else Postgres(Path(tempfile.mkdtemp(prefix="sz-pg-")))
+    stack.env["DATABASE_URL"] = database.url
     try:
-        return _run(stack, seed, steps, burst, keep)
+        with stack:
+            return _run(World(cast, stack, database), asked)
     finally:
         left = process.end_processes(family.find_marked(installation), limit_s=2.0)
+        database.end()
         if left:
             say(f"these processes would not end: {[one.pid for one in left]}")
 
 
-def _run(stack: Stack, seed: int, steps: int, burst: int, keep: Path | None) -> list[str]:
+def _run(world: World, asked: Run) -> list[str]:
     begun = time.monotonic()
-    with stack:
-        world = World(stack)
-        world.start()
-        say(f"up after {time.monotonic() - begun:.0f} s; seed {seed}, {steps} steps in bursts of {burst}")
-        found: list[str] = []
-        todo = plan(seed, steps)
-        for first in range(0, steps, burst):
-            for step in todo[first : first + burst]:
-                say(f"{time.monotonic() - begun:6.1f} {step}: {world.act(step)}")
-                time.sleep(step.pause_s)
-            found = _quiet(world, begun)
-            found += world.violations + [text for one in world.streamers for text in one.violations]
-            if found:
-                break
-        if not found:
-            for streamer in world.streamers:
-                streamer.end()
-            for streamer in world.streamers:
-                streamer.join(60)
-            found = [text for one in world.streamers for text in one.violations]
-        for kind, outcomes in sorted(world.outcomes.items()):
-            say(f"  {kind:12} " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())))
-        for one in world.streamers:
-            say(f"  client of {one.name}: {one.whole} whole, {one.refused} refused, {one.excused} excused")
-        if found and keep is not None:
-            _keep(stack, keep)
-        if not found:
-            found = _end(stack)
+    world.start()
+    say(f"up after {time.monotonic() - begun:.0f} s; {asked}")
+    todo = plan(world.cast, asked.seed, asked.steps)
+    found: list[str] = []
+    for first in range(0, len(todo), asked.burst):
+        for step in todo[first : first + asked.burst]:
+            say(f"{time.monotonic() - begun:6.1f} {step}: {world.act(step)}")
+            time.sleep(step.pause_s)
+        found = _quiet(world, begun) + world.faults()
+        if found:
+            break
+    if not found:
+        world.end_clients()
+        found = world.faults()
+    _tell(world)
+    if found and asked.keep is not None:
+        _keep(world, asked.keep)
+    if not found:
+        found = _end(world)
     say(f"{time.monotonic() - begun:.0f} s in all")
     return found
 
 
+def _tell(world: World) -> None:
+    for kind, outcomes in sorted(world.outcomes.items()):
+        say(f"  {kind:12} " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())))
+    for one in world.streamers:
+        say(f"  client of {one.name}: {one.whole} whole, {one.refused} refused, {one.excused} excused")
+
+
 def _quiet(world: World, begun: float) -> list[str]:
     """Wait until the invariants hold, twice in a row; what still does not hold at the limit."""
-    end = time.monotonic() + QUIET_S
+    world.database.settle()
     quiet = time.monotonic()
-    good = 0
+    end = quiet + world.cast.quiet_s
+    good, told = 0, quiet
     while True:
         found = checks.violations(world)
+        if found and time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            say(f"{told - begun:6.1f} not yet: {' / '.join(found)}")
         good = 0 if found else good + 1
         if good == 2:
             say(f"{time.monotonic() - begun:6.1f} all well {time.monotonic() - quiet:.1f} s after the burst")
@@ -99,39 +116,45 @@ def _quiet(world: World, begun: float) -> list[str]:
         time.sleep(1.0)
 
 
-def _end(stack: Stack) -> list[str]:
+def _end(world: World) -> list[str]:
     """Ctrl-C, after which nothing may be left."""
-    installation = installation_id(stack.home)
-    code = stack.end(signal.SIGINT)
-    found = checks.nothing_left(stack.home, installation)
+    home = world.stack.home
+    code = world.stack.end(signal.SIGINT)
+    found = checks.nothing_left(home, installation_id(home))
     return [f"Ctrl-C ended with {code}", *found] if code else found
 
 
-def _keep(stack: Stack, keep: Path) -> None:
+def _keep(world: World, keep: Path) -> None:
+    home = world.stack.home
     shutil.rmtree(keep, ignore_errors=True)
-    shutil.copytree(stack.home, keep, ignore=shutil.ignore_patterns("valkey"), ignore_dangling_symlinks=True)
-    (keep / "launcher.log").write_text(stack.text)
-    events = checks.read(
-        stack.home, "SELECT instance_id, at, kind, from_state, to_state, actor, reason FROM models_app_instanceevent"
-    )
-    (keep / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    shutil.copytree(home, keep, ignore=shutil.ignore_patterns("valkey"), ignore_dangling_symlinks=True)
+    (keep / "launcher.log").write_text(world.stack.text)
+    for table in ("model", "instance", "instanceevent", "operation", "launchattempt"):
+        rows = world.database.read(f"SELECT * FROM models_app_{table} ORDER BY id")
+        (keep / f"{table}.jsonl").write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
     say(f"its home is kept in {keep}")
+
+
+def _ask_to_end(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--burst", type=int, default=20, help="steps between two quiet moments")
-    parser.add_argument("--keep", type=Path, help="where the home of a failed run is kept: logs, database, events")
-    given = parser.parse_args()
-    found = run(given.seed, given.steps, given.burst, keep=given.keep)
+    parser.add_argument("--burst", type=int, default=30, help="steps between two quiet moments")
+    parser.add_argument("--database", choices=("postgres", "sqlite"), default="postgres")
+    parser.add_argument("--keep", type=Path, help="where the home of a failed run is kept: logs, rows, events")
+    asked = Run(**vars(parser.parse_args()))
+    signal.signal(signal.SIGTERM, _ask_to_end)  # so that nothing is left of a run that took too long
+    found = run(asked)
     for text in found:
         say(f"VIOLATION: {text}")
     if found:
-        say(f"Replay: python -m tests.faults --seed {given.seed} --steps {given.steps} --burst {given.burst}")
+        say(f"Replay: python -m tests.faults {asked}")
     else:
-        say(f"Every invariant held: seed {given.seed}, {given.steps} steps.")
+        say(f"Every invariant held: {asked}")
     return 1 if found else 0
 
 

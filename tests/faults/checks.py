@@ -1,19 +1,15 @@
 """What must hold once nothing is done any more: the invariants of a quiet Sardeenz, looked at from outside.
 
-Rows are read from the database file, processes and ports from ``/proc``, bytes from the ledger of the simulated cards:
+Rows are read from the database, processes and ports from ``/proc``, bytes from the ledger of the simulated cards:
 nothing here asks the product whether it is well.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sqlite3
 from collections import defaultdict
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -22,6 +18,7 @@ from models_app.engines import family, procfs, rundir
 from models_app.engines.identity import GUARDIAN_MARKER, installation_id, parse_ipc_name, parse_marker
 from models_app.states import HAS_PROCESS, LIVE
 from tests.faults.clients import wrong_answer
+from tests.faults.database import Database, Row, value, when
 from tests.faults.world import World
 
 _HAS_PROCESS = frozenset(str(state) for state in HAS_PROCESS)
@@ -30,29 +27,19 @@ _SHM, _TMP = Path("/dev/shm"), Path("/tmp")
 #: A restart that is due and not done after so long is overdue.
 _OVERDUE_S = 10.0
 
-Row = dict[str, Any]
 
-
-def read(home: Path, query: str) -> list[Row]:
-    path = next(iter(sorted(home.glob("*.sqlite3"))))
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=20)) as connection:
-        connection.row_factory = sqlite3.Row
-        return [dict(row) for row in connection.execute(query)]
-
-
-def instances(home: Path) -> list[Row]:
-    return read(
-        home,
+def instances(database: Database) -> list[Row]:
+    return database.read(
         "SELECT i.*, m.served_model_name AS model, m.deployed, m.replicas FROM models_app_instance i "
-        "JOIN models_app_model m ON m.id = i.model_id ORDER BY i.id",
+        "JOIN models_app_model m ON m.id = i.model_id ORDER BY i.id"
     )
 
 
 def violations(world: World) -> list[str]:
     """Everything that is not as it must be, as sentences; empty when all is well."""
-    home = world.stack.home
-    rows = instances(home)
-    found = [*_launcher(world), *_desired(home, rows), *_operations(home), *_events(home, rows)]
+    home, database = world.stack.home, world.database
+    rows = instances(database)
+    found = [*_launcher(world), *_desired(database, rows), *_operations(database), *_events(database, rows)]
     found += [*_owners(home, rows), *_left_over(home, rows), *_bytes(home, rows)]
     return found if found else _answers(world, rows)
 
@@ -63,10 +50,10 @@ def _launcher(world: World) -> list[str]:
     return [f"{name} was not started again" for name in names if name not in there]
 
 
-def _desired(home: Path, rows: list[Row]) -> list[str]:
+def _desired(database: Database, rows: list[Row]) -> list[str]:
     """Deployed models have their replicas as wanted, or failed with a cause and a due restart; others have nothing."""
     found = []
-    for model in read(home, "SELECT * FROM models_app_model"):
+    for model in database.read("SELECT * FROM models_app_model"):
         mine = [row for row in rows if row["model_id"] == model["id"]]
         by_index: dict[int, list[Row]] = defaultdict(list)
         for row in mine:
@@ -95,21 +82,20 @@ def _not_as_wanted(row: Row) -> str:
             return f"{text} (no cause)"
         if row["next_restart_at"] is None:
             return "" if desired != "running" or "not tried again" in row["reason"] else f"{text} (no restart due)"
-        due = datetime.fromisoformat(row["next_restart_at"]).replace(tzinfo=UTC)
-        return text if (datetime.now(UTC) - due).total_seconds() > _OVERDUE_S else ""
+        return text if (datetime.now(UTC) - when(row["next_restart_at"])).total_seconds() > _OVERDUE_S else ""
     # Another model was given its bytes: it waits for room, visibly.
     return "" if state == "pending" and "GiB" in row["reason"] else text
 
 
-def _operations(home: Path) -> list[str]:
-    rows = read(home, "SELECT * FROM models_app_operation WHERE state IN ('pending', 'running')")
+def _operations(database: Database) -> list[str]:
+    rows = database.read("SELECT * FROM models_app_operation WHERE state IN ('pending', 'running')")
     return [f"operation {row['id']} ({row['title']}) is still {row['state']}: {row['message']}" for row in rows]
 
 
-def _events(home: Path, rows: list[Row]) -> list[str]:
+def _events(database: Database, rows: list[Row]) -> list[str]:
     """Every change of state has its event, and the events of an instance join up."""
     chains: dict[int, list[Row]] = defaultdict(list)
-    for event in read(home, "SELECT * FROM models_app_instanceevent WHERE kind = 'state' ORDER BY id"):
+    for event in database.read("SELECT * FROM models_app_instanceevent WHERE kind = 'state' ORDER BY id"):
         chains[event["instance_id"]].append(event)
     found = []
     for row in rows:
@@ -168,9 +154,12 @@ def _left_over(home: Path, rows: list[Row]) -> list[str]:
     used = {row["port"] for row in rows if row["state"] in _HAS_PROCESS}
     for folder in rundir.run_dirs(home / "runs"):
         attempt = rundir.read_attempt(folder) or {}
+        over = int(folder.name) not in current
         port = attempt.get("port")
-        if port and port not in used and int(folder.name) not in current and procfs.listening_inodes(port):
+        if port and port not in used and over and procfs.listening_inodes(port):
             found.append(f"port {port} of start {folder.name}, which is over, is still listened on")
+        seen = (status.shared_memory or {}) if over and (status := rundir.read_status(folder)) else {}
+        found += [f"left over of start {folder.name}: {name}" for name in seen if Path(name).exists()]
     return found
 
 
@@ -183,7 +172,7 @@ def _bytes(home: Path, rows: list[Row]) -> list[str]:
         for uuid, holdings in Ledger(folder).read().items():
             for pid, _, name, size in holdings:
                 owner = owners.get(marked.get(pid, -1))
-                if size and (owner is None or uuid not in json.loads(owner["gpu_uuids"])):
+                if size and (owner is None or uuid not in value(owner["gpu_uuids"])):
                     found.append(f"{size} bytes on {uuid} are held by {name} ({pid}), which no instance explains")
     return found
 

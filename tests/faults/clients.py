@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 
 import httpx
 
-#: Long enough that most faults fall into a stream, short enough for the drain limit.
-TOKENS = 300
-
 
 @dataclass
 class Disturbances:
@@ -33,10 +30,13 @@ class Disturbances:
 class Streamer(threading.Thread):
     """Asks one model for one stream after the other. ``must_serve``: this model must answer at all times."""
 
-    def __init__(self, url: str, key: str, model: str, disturbances: Disturbances, *, must_serve: bool) -> None:
+    def __init__(
+        self, url: str, key: str, model: str, disturbances: Disturbances, *, tokens: int, must_serve: bool
+    ) -> None:
         super().__init__(daemon=True, name=model)
         self._url, self._key, self._model = url, key, model
         self._disturbances = disturbances
+        self._tokens = tokens
         self._must_serve = must_serve
         self._ending = threading.Event()
         self.whole = self.refused = self.excused = 0
@@ -47,7 +47,7 @@ class Streamer(threading.Thread):
 
     def run(self) -> None:
         body = {
-            "model": self._model, "stream": True, "max_tokens": TOKENS, "ignore_eos": True,
+            "model": self._model, "stream": True, "max_tokens": self._tokens, "ignore_eos": True,
             "messages": [{"role": "user", "content": "Tell me about rivers."}],
         }  # fmt: skip
         headers = {"Authorization": f"Bearer {self._key}"}

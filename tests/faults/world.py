@@ -16,12 +16,13 @@ import httpx
 import psutil
 
 from models_app.engines import procfs, rundir
+from tests.faults.cast import PARTS, STEADY, Cast
 from tests.faults.clients import Disturbances, Streamer
-from tests.faults.plan import MODELS, PARTS, STEADY, Step
+from tests.faults.database import Database
+from tests.faults.plan import Step
 from tests.sardeenz_site.stack import Stack, wait_for
 from tests.sardeenz_site.traffic import Api
 
-PRESET = "evening"
 #: Answers by which the product refuses an act, or says that it cannot now. Anything else is a fault of its own.
 REFUSALS = frozenset({404, 409, 422, 503})
 #: The pages may be coming back; an act waits so long for them.
@@ -29,10 +30,12 @@ _WEB_S = 6.0
 
 
 class World:
-    """``start`` brings everything up with all models but *big* launched; ``act`` does one step."""
+    """``start`` brings everything up with the models of every preset launched; ``act`` does one step."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, cast: Cast, stack: Stack, database: Database) -> None:
+        self.cast = cast
         self.stack = stack
+        self.database = database
         self.violations: list[str] = []
         self.outcomes: dict[str, dict[str, int]] = {}
         self.disturbances = Disturbances()
@@ -45,26 +48,37 @@ class World:
     def start(self) -> None:
         self.stack.start()
         self.api = Api(self.stack)
-        for name, fields in MODELS.items():
-            self.api.post("/models", served_model_name=name, source="catalogue", **fields)
-        for name in MODELS:
-            if name != "big":
+        for name, fields in self.cast.models.items():
+            self.api.post("/models", served_model_name=name, **{"source": "catalogue", **fields})
+        launched: set[str] = set()
+        for preset, names in self.cast.presets.items():
+            for name in sorted({*names} - launched):
                 self.api.post(f"/models/{name}/launch")
-        for name in MODELS:
-            if name != "big":
-                wait_for(lambda name=name: self._ready(name), 120, f"{name} is ready")  # type: ignore[misc]
-        self.api.post("/presets", name=PRESET)
+            launched |= {*names}
+            for name in names:
+                wait_for(lambda name=name: self._ready(name), self.cast.start_s, f"{name} is ready")  # type: ignore[misc]
+            self.api.post("/presets", name=preset)
         self.gpus = [str(gpu["uuid"]) for gpu in self.api.get("/gpus")]
-        for name in (STEADY, "alpha", "beta"):
+        for name in self.cast.clients:
             streamer = Streamer(
                 f"{self.stack.router_url}/v1/chat/completions", self.api.key, name, self.disturbances,
-                must_serve=name == STEADY,
+                tokens=self.cast.tokens, must_serve=name == STEADY,
             )  # fmt: skip
             streamer.start()
             self.streamers.append(streamer)
 
     def _ready(self, model: str) -> bool:
         return any(row["state"] == "ready" for row in self.api.get(f"/instances?model={model}&live=true"))
+
+    def faults(self) -> list[str]:
+        """What acts and clients saw that must not be."""
+        return self.violations + [text for one in self.streamers for text in one.violations]
+
+    def end_clients(self) -> None:
+        for streamer in self.streamers:
+            streamer.end()
+        for streamer in self.streamers:
+            streamer.join(60)
 
     # --- acts -----------------------------------------------------------------------------------------
 
@@ -133,7 +147,9 @@ class World:
         return self._post(f"/instances/{row['id']}/move", gpu_uuids=others[:1])
 
     def _edit(self, step: Step) -> str:
-        answer = self._call("PATCH", f"/models/{step.target}", max_model_len=2048 + 64 * int(step.number * 32))
+        low, high = self.cast.edit
+        context = low + int(step.number * (high - low)) // 64 * 64
+        answer = self._call("PATCH", f"/models/{step.target}", max_model_len=context)
         if answer is None or answer.status_code != 200:
             return "not edited"
         return self._post(f"/models/{step.target}/roll")
@@ -141,7 +157,9 @@ class World:
     def _cancel(self, step: Step) -> str:
         answer = self._call("GET", "/operations?limit=20")
         rows = answer.json() if answer is not None and answer.status_code == 200 else []
-        open_ones = [row for row in rows if row["state"] in ("pending", "running") and row["model"] == step.target]
+        open_ones = [
+            row for row in rows if row["state"] in ("pending", "running") and (row["model"] or "") == step.target
+        ]
         return self._post(f"/operations/{open_ones[0]['id']}/cancel") if open_ones else "none"
 
     def _limit(self, step: Step) -> str:
@@ -154,7 +172,7 @@ class World:
         return self._post(f"/models/{step.target}/make_room")
 
     def _preset(self, step: Step) -> str:
-        return self._post(f"/presets/{PRESET}/apply")
+        return self._post(f"/presets/{step.target}/apply")
 
     # --- kills ----------------------------------------------------------------------------------------
 
@@ -172,26 +190,34 @@ class World:
         return "killed"
 
     def _kill_engine(self, step: Step) -> str:
-        """Guardian, API server or EngineCore of a living start of the model."""
-        part = PARTS[int(step.number * 3)]
-        for folder, status in self.living(step.target):
+        """Guardian, API server or EngineCore of a living start: of the step's model, else of any but the steady one."""
+        part = PARTS[int(step.number * len(PARTS))]
+        living = [*self.living(step.target), *self.living(*self.cast.others)]
+        for folder, model, status in living:
             pid, ticks = {
                 "guardian": (status.guardian_pid, status.guardian_start_ticks),
                 "engine": (status.engine_pid, status.engine_start_ticks),
                 "core": self._core(folder, status),
             }[part]
             if pid and ticks is not None:
-                self.disturbances.add(step.target)
+                self.disturbances.add(model)
                 return f"{part} killed" if procfs.send(pid, ticks, signal.SIGKILL) else "none"
         return "none"
 
-    def living(self, model: str = "") -> Iterator[tuple[Path, rundir.Status]]:
-        """Starts, newest first, of which the guardian or the engine lives."""
+    def _database(self, step: Step) -> str:
+        """Its connections cut, or itself gone for a while; the next steps fall into that."""
+        faults = self.database.faults
+        name = sorted(faults)[int(step.number * len(faults))]
+        return f"{name}: {faults[name](step.number * len(faults) % 1)}"
+
+    def living(self, *models: str) -> Iterator[tuple[Path, str, rundir.Status]]:
+        """Starts of these models, newest first, of which the guardian or the engine lives."""
         for folder in reversed(rundir.run_dirs(self.run_root)):
             attempt, status = rundir.read_attempt(folder), rundir.read_status(folder)
-            named = attempt is not None and (not model or attempt["served_model_name"] == model)
-            if named and status is not None and (status.engine_alive or status.guardian_alive):
-                yield folder, status
+            if attempt is None or status is None or attempt["served_model_name"] not in models:
+                continue
+            if status.engine_alive or status.guardian_alive:
+                yield folder, attempt["served_model_name"], status
 
     @staticmethod
     def _core(folder: Path, status: rundir.Status) -> tuple[int | None, int | None]:
