@@ -124,6 +124,13 @@ class TargetInline(ReadOnlyInline):
     model = RouteTarget
 
 
+@admin.register(RouteTarget)
+class RouteTargetAdmin(ReadOnlyAdmin):
+    list_display = ("route", "model", "weight")
+    list_select_related = ("route", "model")
+    search_fields = ("route__name", "model__served_model_name")
+
+
 @admin.register(WeightedRoute)
 class WeightedRouteAdmin(ReadOnlyAdmin):
     """Made and changed on the Routes page, where names and weights are judged first."""
