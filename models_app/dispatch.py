@@ -25,6 +25,7 @@ DEMAND = "models_app.demand"
 SUSPECT = "models_app.suspect"
 OPERATION_STEP = "models_app.operation_step"
 REBALANCE = "models_app.rebalance"
+LEAKS = "models_app.leaks"
 # queue of the instance's host
 START = "models_app.start"
 PROBE = "models_app.probe"
@@ -45,6 +46,7 @@ TASK_NAMES = (
     SUSPECT,
     OPERATION_STEP,
     REBALANCE,
+    LEAKS,
     START,
     PROBE,
     STOP,

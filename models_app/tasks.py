@@ -13,6 +13,7 @@ from models_app.services import (
     demand,
     health,
     launch,
+    leaks,
     limit_apply,
     operations,
     presets,
@@ -117,6 +118,11 @@ def reconcile_control() -> None:
 @shared_task(name=dispatch.REBALANCE, **QUICK)
 def rebalance() -> None:
     rebalancing.rebalance_all()
+
+
+@shared_task(name=dispatch.LEAKS, **QUICK)
+def leaks_task() -> None:
+    leaks.leaks_look()
 
 
 @shared_task(name=dispatch.PUBLISH_ROUTES, **QUICK)

@@ -12,6 +12,7 @@ from gpus_app.services import RollUp
 RESOLUTIONS_S = (10, 60)
 _GAUGES = ("util", "temp", "power")
 _KV = ("baseline", "used", "prealloc")
+_LOAD = ("running", "waiting")
 
 
 @dataclass(slots=True)
@@ -40,7 +41,19 @@ class _Share:
     """One instance on one GPU."""
 
     last: InstancePart
+    busy: bool = False
+    tokens: int | None = None
     means: dict[str, _Mean] = field(default_factory=lambda: {name: _Mean() for name in _KV})
+
+    def add(self, part: InstancePart) -> None:
+        """Busy is who has a request, who made a token since the last reading, and who does not tell."""
+        self.last = part
+        for name in _KV:
+            self.means[name].add(part[name])  # type: ignore[literal-required]
+        tokens = part["gen_tokens"]
+        counted = self.tokens is not None and tokens is not None and tokens > self.tokens
+        self.busy = self.busy or counted or any(part[name] != 0 for name in _LOAD)  # type: ignore[literal-required]
+        self.tokens = tokens
 
 
 @dataclass(slots=True)
@@ -58,10 +71,7 @@ class _Bucket:
         self.gauges["power"].add(gpu["power"])
         for part in gpu["instances"]:
             share = self.shares.setdefault((part["id"], part["ipc"]), _Share(part))
-            share.last = part
-            share.means["baseline"].add(part["baseline"])
-            share.means["used"].add(part["used"])
-            share.means["prealloc"].add(part["prealloc"])
+            share.add(part)
 
 
 class RollUps:
@@ -112,6 +122,7 @@ def _rows(start: int, resolution: int, buckets: Iterable[tuple[str, _Bucket]]) -
                     "name": share.last["name"],
                     "replica": share.last["replica"],
                     "limit": share.last["limit"],
+                    "busy": share.busy,
                     **{name: mean.whole for name, mean in share.means.items()},
                 }
                 for share in bucket.shares.values()

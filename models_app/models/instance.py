@@ -109,6 +109,9 @@ class Instance(models.Model):
     health = models.CharField(max_length=16, default="unknown", help_text="unknown, ok, busy, hung, stuck")
     health_reason = models.CharField(max_length=500, blank=True)
     health_facts = models.JSONField(default=dict, blank=True, editable=False, help_text="What the last check saw.")
+    memory_growth = models.JSONField(
+        default=dict, blank=True, editable=False, help_text="Growth without load: attempt, since, bytes_per_hour …"
+    )
     last_progress_at = models.DateTimeField(null=True, blank=True)
     restart_count = models.PositiveIntegerField(default=0)
     next_restart_at = models.DateTimeField(null=True, blank=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from django.utils import timezone
 
@@ -11,25 +10,13 @@ from gpus_app.models import Gpu
 from models_app.models import Instance, Operation
 from models_app.presentation import words
 from models_app.presentation.board import Board, Row
+from models_app.presentation.item import Item
+from models_app.presentation.memory_alerts import memory_items
 from models_app.services.host_loss import freeze_sentence
 from models_app.states import InstanceState, LimitStatus
 
 #: A limit that waits for requests to finish is normal for this long.
 DEFERRED_IS_NEWS_AFTER = timedelta(seconds=10)
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One line. ``rank`` 0 is worst; ``acts``: (label, address, opens a dialog)."""
-
-    rank: int
-    tone: str
-    icon: str
-    title: str
-    text: str
-    href: str
-    since: datetime | None = None
-    acts: tuple[tuple[str, str, bool], ...] = ()
 
 
 def attention(board: Board, *, may_operate: bool) -> list[Item]:
@@ -128,10 +115,12 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
                     )
                 )
     seen: set[int] = set()
+    cards = {card.gpu.pk: card for card in board.cards}
     for row in board.rows:
         if row.instance.pk not in seen:
             seen.add(row.instance.pk)
             found.extend(_of_instance(row, may_operate))
+            found.extend(memory_items(row, cards.get(row.gpu.pk) if row.gpu else None, may_operate=may_operate))
     return sorted(found, key=lambda item: item.rank)
 
 

@@ -36,6 +36,7 @@ def _every(seconds: float, task: str) -> dict[str, object]:
 CELERY_BEAT_SCHEDULE: dict[str, dict[str, object]] = {
     "reconcile-control": _every(2.0, "models_app.reconcile_control"),
     "rebalance": _every(3.0, "models_app.rebalance"),
+    "leaks": _every(600.0, "models_app.leaks"),
     "publish-routes": _every(2.0, "models_app.publish_routes"),
     "prune-samples": _every(600.0, "gpus_app.prune"),
 }

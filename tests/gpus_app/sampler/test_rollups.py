@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
+
+import pytest
 
 from gpus_app.sampler.rollups import RollUps
 from tests.gpus_app.sampler.records import GIB, gpu_part, instance_part, record
@@ -36,11 +39,32 @@ def test_an_instance_has_its_means_and_its_last_limit() -> None:
             "name": "qwen",
             "replica": 0,
             "limit": 6 * GIB,
+            "busy": True,
             "baseline": 3 * GIB,
             "used": 3 * GIB,
             "prealloc": GIB,
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "busy"),
+    [
+        ([{}, {}], False),
+        ([{"waiting": 1}, {}], True),
+        ([{"running": None, "waiting": None}, {}], True),
+        ([{"gen_tokens": 10}, {"gen_tokens": 12}], True),
+        ([{"gen_tokens": 10}, {"gen_tokens": 10}], False),
+    ],
+)
+def test_a_span_is_idle_when_nothing_was_asked_in_all_of_it(seconds: list[dict[str, Any]], busy: bool) -> None:
+    """What came and went between two readings shows in its tokens; who does not tell is not taken for idle."""
+    rollups = RollUps()
+    for second, values in enumerate(seconds):
+        part = instance_part(**({"running": 0} | values))
+        rollups.add(record(START + second, gpu_part(instances=[part])))
+    (row,) = rollups.add(record(START + 10))
+    assert row.instances[0]["busy"] is busy
 
 
 def test_what_is_not_known_is_left_out_of_the_mean() -> None:
