@@ -19,9 +19,10 @@ from pathlib import Path
 from models_app.engines import family, process
 from models_app.engines.identity import installation_id
 from tests.faults import checks
-from tests.faults.cast import SIMULATED
+from tests.faults.cast import CASTS
 from tests.faults.database import Postgres, Sqlite
 from tests.faults.plan import plan
+from tests.faults.real import prepare
 from tests.faults.world import World
 from tests.sardeenz_site.stack import Stack
 
@@ -38,19 +39,24 @@ class Run:
     """What the command line asks for. ``keep``: where the home of a failed run goes."""
 
     seed: int
+    engine: str
     steps: int
+    kills: int | None
     burst: int
     database: str
     keep: Path | None
 
     def __str__(self) -> str:
-        return f"--seed {self.seed} --steps {self.steps} --burst {self.burst} --database {self.database}"
+        given = vars(self).items()
+        return " ".join(f"--{name} {value}" for name, value in given if name != "keep" and value is not None)
 
 
 def run(asked: Run) -> list[str]:
     """One run on a Sardeenz of its own. Returns the violations. Leaves no process behind, whatever happened."""
-    cast = SIMULATED
+    cast = CASTS[asked.engine]
     stack = Stack(start=False, **cast.settings)
+    if asked.engine == "vllm":
+        prepare(stack)
     installation = installation_id(stack.home)
     database = Sqlite(stack.home) if asked.database == "sqlite" else Postgres(Path(tempfile.mkdtemp(prefix="sz-pg-")))
     stack.env["DATABASE_URL"] = database.url
@@ -68,14 +74,14 @@ def _run(world: World, asked: Run) -> list[str]:
     begun = time.monotonic()
     world.start()
     say(f"up after {time.monotonic() - begun:.0f} s; {asked}")
-    todo = plan(world.cast, asked.seed, asked.steps)
+    todo = plan(world.cast, asked.seed, asked.steps if asked.kills is None else 50 * asked.kills)
     found: list[str] = []
     for first in range(0, len(todo), asked.burst):
         for step in todo[first : first + asked.burst]:
             say(f"{time.monotonic() - begun:6.1f} {step}: {world.act(step)}")
             time.sleep(step.pause_s)
         found = _quiet(world, begun) + world.faults()
-        if found:
+        if found or (asked.kills is not None and world.kills >= asked.kills):
             break
     if not found:
         world.end_clients()
@@ -85,13 +91,14 @@ def _run(world: World, asked: Run) -> list[str]:
         _keep(world, asked.keep)
     if not found:
         found = _end(world)
-    say(f"{time.monotonic() - begun:.0f} s in all")
+    done = sum(sum(counts.values()) for counts in world.outcomes.values())
+    say(f"{done} acts, {world.kills} kills and losses, {time.monotonic() - begun:.0f} s in all")
     return found
 
 
 def _tell(world: World) -> None:
     for kind, outcomes in sorted(world.outcomes.items()):
-        say(f"  {kind:12} " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())))
+        say(f"  {kind:20} " + ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items())))
     for one in world.streamers:
         say(f"  client of {one.name}: {one.whole} whole, {one.refused} refused, {one.excused} excused")
 
@@ -143,6 +150,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--engine", choices=sorted(CASTS), default="simulated")
+    parser.add_argument("--kills", type=int, help="instead of --steps: bursts until so much was killed or lost")
     parser.add_argument("--burst", type=int, default=30, help="steps between two quiet moments")
     parser.add_argument("--database", choices=("postgres", "sqlite"), default="postgres")
     parser.add_argument("--keep", type=Path, help="where the home of a failed run is kept: logs, rows, events")

@@ -75,7 +75,7 @@ SIMULATED = Cast(
         "make_room": (6, ("big",)),
         "preset": (3, (EVENING, NIGHT)),
         "kill": (12, OURS),
-        "kill_engine": (8, _VICTIMS),
+        "kill_engine": (8, PARTS),
         "database": (3, ("",)),
     },
     settings={
@@ -91,4 +91,48 @@ SIMULATED = Cast(
     start_s=120.0,
 )
 
-CASTS = {cast.engine: cast for cast in (SIMULATED,)}
+#: A model made for the run in ``{models}``; bfloat16 needs AMX, which not every machine has.
+_TINY: dict[str, object] = {
+    "source": "local",
+    "model": "{models}/tiny",
+    "max_model_len": 448,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kvcached": False,
+    "load_format": "dummy",
+    "extra_args": "--max-num-seqs 8 --gpu-memory-utilization 0.2",
+}
+_REAL_VICTIMS = ("alpha", "beta")
+
+#: vLLM's build for CPUs, which neither sleeps nor shares KV memory; a start takes it half a minute.
+VLLM = Cast(
+    engine="vllm",
+    models={STEADY: {**_TINY, "pinned": True}, "alpha": _TINY, "beta": {**_TINY, "restart_policy": "always"}},
+    presets={NIGHT: (STEADY, "alpha"), EVENING: (STEADY, "alpha", "beta")},
+    clients=(STEADY, "alpha"),
+    kinds={
+        "launch": (2, _REAL_VICTIMS),
+        "stop": (1, _REAL_VICTIMS),
+        "restart": (1, _REAL_VICTIMS),
+        "move": (1, (STEADY, *_REAL_VICTIMS)),
+        "edit": (1, (STEADY, *_REAL_VICTIMS)),
+        "cancel": (1, (STEADY, *_REAL_VICTIMS, "")),
+        "preset": (1, (EVENING, NIGHT)),
+        "kill": (8, OURS),
+        "kill_engine": (4, PARTS),
+        "database": (1, ("",)),
+    },
+    settings={
+        **_LIMITS,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    },
+    tokens=200,
+    quiet_s=300.0,
+    start_s=240.0,
+    edit=(256, 448),
+)
+
+CASTS = {cast.engine: cast for cast in (SIMULATED, VLLM)}

@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from models_app.engines import procfs, rundir
-from tests.faults.cast import PARTS, STEADY, Cast
+from tests.faults.cast import STEADY, Cast
 from tests.faults.clients import Disturbances, Streamer
 from tests.faults.database import Database
 from tests.faults.plan import Step
@@ -37,6 +37,7 @@ class World:
         self.stack = stack
         self.database = database
         self.violations: list[str] = []
+        self.kills = 0
         self.outcomes: dict[str, dict[str, int]] = {}
         self.disturbances = Disturbances()
         self.streamers: list[Streamer] = []
@@ -49,7 +50,8 @@ class World:
         self.stack.start()
         self.api = Api(self.stack)
         for name, fields in self.cast.models.items():
-            self.api.post("/models", served_model_name=name, **{"source": "catalogue", **fields})
+            model = str(fields["model"]).format(models=self.stack.home / "models")
+            self.api.post("/models", served_model_name=name, **{"source": "catalogue", **fields, "model": model})
         launched: set[str] = set()
         for preset, names in self.cast.presets.items():
             for name in sorted({*names} - launched):
@@ -85,7 +87,7 @@ class World:
     def act(self, step: Step) -> str:
         """Do the step; what came of it, in a word."""
         outcome = str(getattr(self, f"_{step.kind}")(step))
-        counts = self.outcomes.setdefault(step.kind, {})
+        counts = self.outcomes.setdefault(f"{step.kind} {step.target}" if "kill" in step.kind else step.kind, {})
         counts[outcome] = counts.get(outcome, 0) + 1
         return outcome
 
@@ -187,27 +189,30 @@ class World:
             child.kill()
         except psutil.NoSuchProcess:
             return "none"
+        self.kills += 1
         return "killed"
 
     def _kill_engine(self, step: Step) -> str:
-        """Guardian, API server or EngineCore of a living start: of the step's model, else of any but the steady one."""
-        part = PARTS[int(step.number * len(PARTS))]
-        living = [*self.living(step.target), *self.living(*self.cast.others)]
-        for folder, model, status in living:
+        """Guardian, API server or EngineCore of a living start of any model but the steady one."""
+        living = [*self.living(*self.cast.others)]
+        for folder, model, status in living[int(step.number * len(living)) :] + living:
             pid, ticks = {
                 "guardian": (status.guardian_pid, status.guardian_start_ticks),
                 "engine": (status.engine_pid, status.engine_start_ticks),
                 "core": self._core(folder, status),
-            }[part]
+            }[step.target]
             if pid and ticks is not None:
                 self.disturbances.add(model)
-                return f"{part} killed" if procfs.send(pid, ticks, signal.SIGKILL) else "none"
+                if procfs.send(pid, ticks, signal.SIGKILL):
+                    self.kills += 1
+                    return "killed"
         return "none"
 
     def _database(self, step: Step) -> str:
         """Its connections cut, or itself gone for a while; the next steps fall into that."""
         faults = self.database.faults
         name = sorted(faults)[int(step.number * len(faults))]
+        self.kills += 1
         return f"{name}: {faults[name](step.number * len(faults) % 1)}"
 
     def living(self, *models: str) -> Iterator[tuple[Path, str, rundir.Status]]:
