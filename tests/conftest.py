@@ -100,10 +100,10 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def valkey(valkey_url: str, settings: Any) -> Iterator[str]:
     """The real Valkey, emptied, behind everything of ours that speaks to Redis."""
-    from celery import current_app
     from redis import Redis
 
     from sardeenz_site.redis_url import celery_broker_url
+    from tests.broker import celery_broker
 
     with Redis.from_url(valkey_url) as client:
         client.flushall()
@@ -114,14 +114,8 @@ def valkey(valkey_url: str, settings: Any) -> Iterator[str]:
             "CONFIG": {"hosts": [valkey_url], "prefix": "sardeenz"},
         }
     }
-    before = current_app.conf.broker_url
-    current_app.conf.broker_url = celery_broker_url(valkey_url)
-    current_app.close()
-    try:
+    with celery_broker(celery_broker_url(valkey_url)):
         yield valkey_url
-    finally:
-        current_app.close()
-        current_app.conf.broker_url = before
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from celery import current_app
 from django.conf import settings as django_settings
 from django.db import connection
 
@@ -33,6 +32,7 @@ from sardeenz_site.redis_url import celery_broker_url
 from sardeenz_site.run import valkey as private
 from sardeenz_site.run.config import Config
 from sardeenz_site.run.processes import processes
+from tests.broker import celery_broker
 from tests.builders import GIB
 
 S = InstanceState
@@ -102,24 +102,20 @@ def stack(settings: Any, tmp_path: Path) -> Iterator[Stack]:
     settings.SARDEENZ_HOME = tmp_path
     settings.SARDEENZ_RUN_DIR = tmp_path / "runs"
     settings.REDIS_URL = stack.redis_url
-    before = current_app.conf.broker_url
-    current_app.conf.broker_url = celery_broker_url(stack.redis_url)
-    current_app.close()
     try:
-        stack.start("valkey")
-        for name in stack.argv:
-            if name != "valkey":
-                stack.start(name)
-        _until(_fresh, stack, 60)
-        yield stack
+        with celery_broker(celery_broker_url(stack.redis_url)):
+            stack.start("valkey")
+            for name in stack.argv:
+                if name != "valkey":
+                    stack.start(name)
+            _until(_fresh, stack, 60)
+            yield stack
     finally:
         for name in [*stack.running]:
             stack.kill(name)
         for folder in rundir.run_dirs(settings.SARDEENZ_RUN_DIR):
             process.terminate(folder, limit_s=0.0)
             process.cleanup(folder)
-        current_app.close()
-        current_app.conf.broker_url = before
 
 
 def _fresh() -> bool:

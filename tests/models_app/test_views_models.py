@@ -10,6 +10,7 @@ from django.test import Client
 
 from gpus_app.models import GpuPolicy, Host
 from models_app.models import AuditEntry, Instance, Model, Operation, Preset
+from tests.broker import celery_broker
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model, make_user
 from tests.models_app.pages import client_of, htmx, read
 
@@ -239,15 +240,9 @@ def test_two_clicks_on_launch_make_one_instance(valkey: str, gpu: Any) -> None:
 
 
 def test_a_launch_with_the_broker_away_fails_in_a_sentence(gpu: Any, settings: Any) -> None:
-    from celery import current_app
-
-    before = current_app.conf.broker_url
-    settings.REDIS_URL = current_app.conf.broker_url = "redis://127.0.0.1:1/0"
-    try:
+    settings.REDIS_URL = "redis://127.0.0.1:1/0"
+    with celery_broker(settings.REDIS_URL):
         response = client_of().post(f"/models/{make_model().pk}/launch/", **htmx("dialog"))
-    finally:
-        current_app.conf.broker_url = before
-        current_app.close()
     assert response.status_code in (422, 503)
     assert "does not answer" in response.content.decode()
     assert not Instance.objects.exists()
