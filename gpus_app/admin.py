@@ -9,7 +9,15 @@ from django.db.models import QuerySet
 from django.http import HttpRequest
 
 from gpus_app.models import Gpu, GpuPolicy, GpuSample, Host
-from gpus_app.services import gpu_cordon, gpu_hold, gpu_hold_end, gpu_uncordon, host_cordon, host_uncordon
+from gpus_app.services import (
+    gpu_cordon,
+    gpu_hold,
+    gpu_hold_end,
+    gpu_uncordon,
+    host_cordon,
+    host_maintenance_set,
+    host_uncordon,
+)
 
 HOLD_S = 3600.0
 
@@ -49,7 +57,7 @@ class HostAdmin(Base):
         "created_at",
     )
     readonly_fields = tuple(name for name in fields if name != "address")
-    actions = ("cordon", "uncordon")
+    actions = ("cordon", "maintenance", "end_maintenance", "uncordon")
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False  # a host enters itself when its worker starts
@@ -58,6 +66,16 @@ class HostAdmin(Base):
     def cordon(self, request: HttpRequest, queryset: QuerySet[Host]) -> None:
         for host in queryset:
             host_cordon(host, actor=request.user.get_username())
+
+    @admin.action(description="Maintenance: nothing is placed or restarted there")
+    def maintenance(self, request: HttpRequest, queryset: QuerySet[Host]) -> None:
+        for host in queryset:
+            host_maintenance_set(host, on=True, actor=request.user.get_username(), note=host.note)
+
+    @admin.action(description="End maintenance; it stays cordoned")
+    def end_maintenance(self, request: HttpRequest, queryset: QuerySet[Host]) -> None:
+        for host in queryset:
+            host_maintenance_set(host, on=False, actor=request.user.get_username())
 
     @admin.action(description="Open for new instances")
     def uncordon(self, request: HttpRequest, queryset: QuerySet[Host]) -> None:

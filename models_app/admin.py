@@ -9,6 +9,8 @@ from django.contrib import admin, messages
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
+from gpus_app.admin import HostAdmin
+from gpus_app.models import Host
 from models_app.errors import SardeenzError
 from models_app.models import (
     ApiKey,
@@ -28,6 +30,7 @@ from models_app.models import (
     UsageSender,
     WeightedRoute,
 )
+from models_app.services.host_drain import host_drain
 from models_app.services.keys import api_key_revoke
 from models_app.services.kvcache import kvcache_trim
 from models_app.services.launch import instance_restart, model_launch
@@ -87,6 +90,20 @@ class ReadOnlyInline(InlineBase):
 
 class AliasInline(ReadOnlyInline):
     model = ModelAlias
+
+
+admin.site.unregister(Host)
+
+
+@admin.register(Host)
+class DrainableHostAdmin(HostAdmin):
+    """With the act that knows of instances."""
+
+    actions = (*HostAdmin.actions, "drain")
+
+    @admin.action(description="Drain: what runs there moves elsewhere")
+    def drain(self, request: HttpRequest, queryset: QuerySet[Host]) -> None:
+        each(self, request, queryset, lambda host, actor: host_drain(host, actor=actor))
 
 
 @admin.register(Model)

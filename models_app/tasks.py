@@ -12,6 +12,7 @@ from models_app.services import (
     control,
     demand,
     health,
+    host_drain,
     launch,
     leaks,
     limit_apply,
@@ -32,7 +33,7 @@ from models_app.services.start import instance_start
 worker.connect()
 
 #: Modules whose handlers the operations of this worker need: importing them registers these.
-HANDLERS_FROM = (presets, rollout, room)
+HANDLERS_FROM = (host_drain, presets, rollout, room)
 
 #: Seconds. Far under the broker's visibility timeout (600 s), so that no task is delivered again while it runs.
 QUICK = {"soft_time_limit": 25, "time_limit": 30}

@@ -9,13 +9,15 @@ from django.http import HttpRequest
 from ninja import Path, Router, Status
 from pydantic import StrictBool, StringConstraints
 
-from gpus_app.api import ERRORS
+from gpus_app.api import ERRORS, HostName
+from gpus_app.models import Host
 from models_app.api.auth import caller_of, operator
 from models_app.api.instances import InstanceId, instance_by_id
 from models_app.api.models import ServedName, model_named
 from models_app.api.schemas import Empty, OperationOut, Strict, Text
 from models_app.errors import NotFound
 from models_app.models import Preset
+from models_app.services.host_drain import host_drain
 from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
 from models_app.services.rollout import instance_move, model_roll
 
@@ -26,6 +28,11 @@ PresetName = Annotated[str, Path(max_length=64)]
 class MoveIn(Strict):
     host: Text | None = None
     gpu_uuids: list[Text] | None = None
+
+
+class DrainIn(Strict):
+    note: Text = ""
+    stop: StrictBool = False
 
 
 class PresetIn(Strict):
@@ -68,6 +75,18 @@ def move_instance(request: HttpRequest, instance_id: InstanceId, payload: MoveIn
 def roll_model(request: HttpRequest, served_model_name: ServedName, payload: Empty) -> Any:
     """Bring running instances to the saved options, one after another, without downtime."""
     return Status(202, model_roll(model_named(served_model_name), actor=caller_of(request).actor))
+
+
+@router.post("/hosts/{name}/drain", auth=operator, response={202: OperationOut, **ERRORS})
+def drain_host(request: HttpRequest, name: HostName, payload: DrainIn) -> Any:
+    """Cordon the host and move everything away from it, one instance after the other, without downtime.
+
+    What fits nowhere else stays and is named; with ``stop`` it is stopped, and waits for a place with its wish kept.
+    """
+    host = Host.objects.filter(name=name).first()
+    if host is None:
+        raise NotFound(f"There is no host named {name!r}.")
+    return Status(202, host_drain(host, actor=caller_of(request).actor, note=payload.note, stop=payload.stop))
 
 
 @router.get("/presets", response={200: list[PresetOut], **ERRORS})

@@ -67,6 +67,7 @@ def restart_decision(
         backoff_s=settings.RESTART_BACKOFF_S,
         backoff_max_s=settings.RESTART_BACKOFF_MAX_S,
         jitter=random.random(),  # noqa: S311 - spreads restarts, guards nothing
+        spread=settings.RESTART_JITTER,
         host_in_maintenance=bool(row.host and row.host.maintenance),
     )
 

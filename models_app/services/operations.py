@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from django.conf import settings
 from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
@@ -65,9 +66,9 @@ def operation_create(
     facts: dict[str, Any] | None = None,
     model: Model | None = None,
     instance: Instance | None = None,
-    deadline_s: float = 3600.0,
+    deadline_s: float | None = None,
 ) -> Operation:
-    """Record the plan and send its first step. Raises ValueError for a kind that nobody handles."""
+    """Record the plan and send its first step; it fails after ``deadline_s`` (default OPERATION_LIMIT_S). Raises ValueError for a kind that nobody handles."""
     if kind not in HANDLERS:
         raise ValueError(f"no handler for operations of kind {kind!r}")
     with transaction.atomic():
@@ -79,7 +80,7 @@ def operation_create(
             model=model,
             instance=instance,
             created_by=actor[:150],
-            deadline_at=timezone.now() + timedelta(seconds=deadline_s),
+            deadline_at=timezone.now() + timedelta(seconds=settings.OPERATION_LIMIT_S if deadline_s is None else deadline_s),
         )
         audit(actor, f"operation.{kind}", title)
         events.publish_operation_on_commit(operation.pk)

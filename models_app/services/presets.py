@@ -133,7 +133,7 @@ def preset_apply(preset: Preset, *, actor: str) -> Operation:
         if (other := Operation.objects.filter(kind=PRESET, state__in=OPEN).first()) is not None:
             raise Conflict(f"“{other}” is under way; wait for it, or cancel it.")
         return operation_create(
-            PRESET, title=f"Apply preset {preset.name}", actor=actor, steps=steps, facts=facts, deadline_s=7200.0
+            PRESET, title=f"Apply preset {preset.name}", actor=actor, steps=steps, facts=facts
         )
 
 

@@ -38,10 +38,11 @@ def decide(
     backoff_s: float,
     backoff_max_s: float,
     jitter: float,
+    spread: float = 0.25,
     host_in_maintenance: bool = False,
 ) -> Decision:
     """``permanent``: the cause is such that the same start fails the same way. ``restarts`` counts starts since the
-    last long good run; ``jitter`` in [0, 1) spreads them by up to a quarter.
+    last long good run; ``jitter`` in [0, 1) spreads them by up to the share ``spread`` of the wait.
 
     An engine that ended by itself with exit code 0 has failed all the same (a dead EngineCore makes vLLM exit with 0),
     so *on failure* covers it. A sleeper whose process is gone comes back like any other, and sleeps again.
@@ -60,5 +61,5 @@ def decide(
         return Decision(None, "It is not tried again by itself: the same settings would fail the same way.")
     if restarts >= limit:
         return Decision(None, f"It failed {restarts + 1} times in a row and is not tried again by itself (crash loop).")
-    delay = min(backoff_s * 2**restarts, backoff_max_s) * (1 + 0.25 * jitter)
+    delay = min(backoff_s * 2**restarts, backoff_max_s) * (1 + spread * jitter)
     return Decision(delay, f"Restart {restarts + 1} of {limit} in {delay:.0f} s.")

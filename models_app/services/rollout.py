@@ -99,9 +99,7 @@ def _replace(
             }
             for row in rows
         ]
-        return operation_create(
-            REPLACE, title=title, actor=actor, steps=steps, facts={"wish": asked}, model=model, deadline_s=7200.0
-        )
+        return operation_create(REPLACE, title=title, actor=actor, steps=steps, facts={"wish": asked}, model=model)
 
 
 def _kept_wish(row: Instance, model: Model) -> dict[str, Any]:

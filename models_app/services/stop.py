@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 S = InstanceState
 
 STEP_EVERY_S = 0.4
-#: After SIGKILL, processes that are still there hang in the driver: nothing that we can do ends them.
-_KILL_PATIENCE_S = 20.0
 #: A reading older than this comes from no living sampler: nobody can say whether the memory is back.
 _READING_LIMIT_S = 5.0
 
@@ -182,8 +180,9 @@ def _end(row: Instance) -> bool:
 
 
 def _not_gone(row: Instance, progress: StopProgress) -> bool:
-    """Say what is waited for; a process that outlives SIGKILL ends in a visible failure, not in waiting for ever."""
-    if progress.asked_s > settings.STOP_LIMIT_S + _KILL_PATIENCE_S:
+    """Say what is waited for; a process that outlives SIGKILL hangs in the driver: that ends in a visible failure, not in
+    waiting for ever."""
+    if progress.asked_s > settings.STOP_LIMIT_S + settings.KILL_LIMIT_S:
         pids = ", ".join(map(str, progress.alive))
         stuck = Cause(
             code="stop_failed",

@@ -13,9 +13,10 @@ from gpus_app.services import gpu_cordon, gpu_hold, gpu_hold_end, gpu_uncordon, 
 from gpus_app.services import host_uncordon as open_host
 from models_app.errors import InvalidInput, SardeenzError
 from models_app.forms.policy import HOLDS, GpuPolicyForm, MemoryPolicyForm
-from models_app.models import Model
+from models_app.models import Instance, Model
 from models_app.permissions import may_risk, require_role
 from models_app.services.cards import policy_of
+from models_app.services.host_drain import host_drain
 from models_app.services.memory_rules import gpu_policy_change
 from models_app.services.models import model_update
 from models_app.services.reaping import leftover_reap
@@ -160,22 +161,36 @@ def gpu_open(request: HttpRequest, gpu_id: int) -> HttpResponse:
 @require_http_methods(["GET", "POST"])
 @require_role("operator")
 def host_close(request: HttpRequest, host_id: int) -> HttpResponse:
-    """Cordon a host, or put it into maintenance, with a note for the others."""
+    """Cordon a host, drain it, or put it into maintenance, with a note for the others."""
     host = get_object_or_404(Host, pk=host_id)
     back = back_address(request, "/gpus/")
     if request.method == "GET":
-        context = {"host": host, "heading": f"Cordon {host.name}"}
+        live = Instance.objects.live().filter(host=host).count()
+        context = {"host": host, "heading": f"Close {host.name}", "live": live}
         return dialog(request, "models_app/_host_cordon.html", context, back=back)
     note = request.POST.get("note", "").strip()[:255]
 
+    if request.POST.get("how") == "drain":
+        return _drain(request, host, note, back)
+
     def work() -> str:
-        if "maintenance" in request.POST:
+        if request.POST.get("how") == "maintenance":
             host_maintenance_set(host, on=True, actor=actor_of(request), note=note)
             return f"{host.name} is in maintenance: nothing is placed or restarted there."
         host_cordon(host, actor=actor_of(request), note=note)
         return f"{host.name} takes no new instances; what runs stays."
 
     return act(request, work, back=back, changed=BOARD)
+
+
+def _drain(request: HttpRequest, host: Host, note: str, back: str) -> HttpResponse:
+    try:
+        operation = host_drain(host, actor=actor_of(request), note=note, stop="stop" in request.POST)
+    except SardeenzError as exc:
+        return refused(request, exc, back=back)
+    goal = f"/operations/{operation.pk}/"
+    response = done(request, f"{operation.title}: under way.", back=goal)
+    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
 
 
 @require_POST

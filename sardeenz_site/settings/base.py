@@ -68,6 +68,10 @@ CAPTURE_MAX_S = env_float("SARDEENZ_CAPTURE_MAX_S", 86400.0, minimum=60.0)  # lo
 RESTART_LIMIT = env_int("SARDEENZ_RESTART_LIMIT", 5, minimum=0, maximum=1000)
 RESTART_BACKOFF_S = env_float("SARDEENZ_RESTART_BACKOFF_S", 10.0, minimum=0.1)
 RESTART_BACKOFF_MAX_S = env_float("SARDEENZ_RESTART_BACKOFF_MAX_S", 300.0, minimum=0.1)
+RESTART_JITTER = env_float("SARDEENZ_RESTART_JITTER", 0.25, maximum=1.0)  # share of the wait by which it is spread
+KILL_LIMIT_S = env_float("SARDEENZ_KILL_LIMIT_S", 20.0, minimum=1.0)  # after SIGKILL: what is there then, hangs
+OPERATION_LIMIT_S = env_float("SARDEENZ_OPERATION_LIMIT_S", 7200.0, minimum=60.0)  # move, edit, preset, drain
+SLEEP_RAM_BYTES = env_bytes("SARDEENZ_SLEEP_RAM_BYTES", 0)  # of each host, for sleepers of level 1; 0 is half of it
 
 # --- Django ----------------------------------------------------------------------------------------
 INSTALLED_APPS = [

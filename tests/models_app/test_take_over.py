@@ -21,6 +21,7 @@ from models_app.models import Instance, Operation
 from models_app.services.control import reconcile_control
 from models_app.services.launch import model_launch
 from models_app.services.models import model_create
+from models_app.services.operations import operation_cancel
 from models_app.services.reconcile import reconcile_host
 from models_app.services.rollout import instance_move
 from models_app.states import InstanceState
@@ -109,6 +110,32 @@ def test_stream_finishes_on_the_old_card_while_new_requests_go_to_the_new_one(
         [fleet.gpus.all()[1].uuid],
     )
     assert not (Path("/dev/shm") / ready.ipc_name).exists()
+
+
+def test_move_cancelled_while_draining_leaves_the_source_serving_and_removes_the_target(
+    ready: Instance, fleet: Host, pump: Pump, settings: Any
+) -> None:
+    """SZ-063: the stream goes on, the source takes requests again, nothing else happens afterwards."""
+    settings.DRAIN_LIMIT_S = 60.0
+    stream = Stream(ready, 20_000)
+    stream.start()
+    assert stream.begun.wait(10), stream.cut
+    operation = instance_move(ready, actor="anna", gpu_uuids=[fleet.gpus.all()[1].uuid])
+    pump.run(lambda: _now(ready).state == S.DRAINING, limit_s=60)
+    new = Instance.objects.get(replaces=ready)
+    operation_cancel(operation, actor="anna")
+    pump.run(lambda: Operation.objects.get(pk=operation.pk).state == "cancelled", limit_s=30)
+    assert (_now(ready).state, _now(ready).desired_state) == (S.READY, "running")
+    assert (_route()["id"], _ask(_route())) == (ready.pk, 200)
+    pump.run(lambda: _now(new).state == S.STOPPED, limit_s=60)
+    assert new.ipc_name == "" or not (Path("/dev/shm") / new.ipc_name).exists()
+    stream.join(60)
+    assert (stream.done, stream.finish, stream.cut) == (True, "length", "")
+    reconcile_host(fleet.name)
+    reconcile_control()
+    pump.settle(1.0)
+    assert (_now(ready).state, _now(new).state) == (S.READY, S.STOPPED)
+    assert Instance.objects.live().count() == 1
 
 
 def _faults(row: Instance, *names: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
+from gpus_app.probes.grades import Grade
 from gpus_app.probes import nvml, xid
 from gpus_app.probes.base import GpuProcess
 from gpus_app.probes.nvml import NvmlProbe
@@ -208,3 +209,61 @@ def test_no_context_is_made_on_a_card() -> None:
 
     NvmlProbe(two_cards()).read()
     assert not {"torch", "cuda", "cupy"} & set(sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("number", "grade"),
+    [
+        *[(number, Grade.FATAL) for number in (48, 62, 64, 79, 95, 119, 120, 140, 143)],
+        *[(number, Grade.PASSING) for number in (63, 92, 94)],
+        *[(number, Grade.NONE) for number in (8, 13, 31, 32, 43, 45, 68, 69, 9999)],
+    ],
+)
+def test_xids_are_graded_by_what_nvidias_catalogue_says_to_do(number: int, grade: Grade) -> None:
+    """Reset or restart of the machine; worth showing; restart of the program, or nothing."""
+    fake = two_cards()
+    probe = NvmlProbe(fake)
+    probe.read()
+    fake.events = [("GPU-a", number)]
+    assert probe.read()[0].grade is grade
+
+
+def test_fatal_xid_is_not_covered_by_a_later_passing_one() -> None:
+    fake = two_cards()
+    probe = NvmlProbe(fake)
+    probe.read()
+    fake.events = [("GPU-a", 48), ("GPU-a", 63)]
+    assert "XID 48" in (probe.read()[0].error or "")
+
+
+@pytest.mark.parametrize(
+    ("code", "grade"),
+    [
+        (pynvml.NVML_ERROR_GPU_IS_LOST, Grade.FATAL),
+        (pynvml.NVML_ERROR_RESET_REQUIRED, Grade.FATAL),
+        (pynvml.NVML_ERROR_UNKNOWN, Grade.BLIND),
+        (pynvml.NVML_ERROR_TIMEOUT, Grade.BLIND),
+    ],
+)
+def test_errors_of_nvml_are_graded(code: int, grade: Grade) -> None:
+    fake = two_cards()
+    probe = NvmlProbe(fake)
+    probe.read()
+    fake.cards[0].errors["*"] = code
+    assert probe.read()[0].grade is grade
+
+
+def test_driver_that_fails_as_a_whole_condemns_no_card() -> None:
+    fake = two_cards()
+    probe = NvmlProbe(fake)
+    probe.read()
+    fake.count_error = pynvml.NVML_ERROR_UNKNOWN
+    assert [reading.grade for reading in probe.read()] == [Grade.BLIND, Grade.BLIND]
+
+
+def test_card_missing_from_the_list_is_fatal() -> None:
+    fake = two_cards()
+    probe = NvmlProbe(fake)
+    probe.read()
+    fake.cards.pop(0)
+    assert probe.read()[1].grade is Grade.FATAL or probe.read()[0].grade is Grade.FATAL

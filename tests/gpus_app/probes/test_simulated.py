@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpus_app.probes.base import GpuProcess
+from gpus_app.probes.grades import Grade
 from gpus_app.probes.sim_ledger import Ledger
 from gpus_app.probes.simulated import FOREIGN_NAME, SimulatedProbe
 from tests.gpus_app.fake_host import GIB, FakeHost
@@ -69,3 +71,20 @@ def test_memory_of_a_process_that_died_is_back(host: FakeHost) -> None:
     process.kill()
     process.wait()
     assert probe.read()[0].used_bytes == 0
+
+
+def test_fault_may_be_scripted_for_later(host: FakeHost) -> None:
+    Ledger(host.sim).change_gpu(host.uuids[0], fault="xid:79", fault_at=time.time() + 3600)
+    assert SimulatedProbe(host.sim).read()[0].error is None
+    Ledger(host.sim).change_gpu(host.uuids[0], fault_at=time.time() - 1)
+    assert SimulatedProbe(host.sim).read()[0].grade is Grade.FATAL
+
+
+@pytest.mark.parametrize(
+    ("fault", "grade"),
+    [("xid:79", Grade.FATAL), ("xid:94", Grade.PASSING), ("xid:31", Grade.NONE), ("nvml_error", Grade.BLIND)],
+)
+def test_simulated_faults_are_graded_as_those_of_a_real_driver(host: FakeHost, fault: str, grade: Grade) -> None:
+    Ledger(host.sim).change_gpu(host.uuids[0], fault=fault)
+    reading = SimulatedProbe(host.sim).read()[0]
+    assert (reading.grade, reading.error is None) == (grade, grade is Grade.NONE)
