@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
 from gpus_app.admin import HostAdmin
 from gpus_app.models import Host
@@ -30,6 +30,7 @@ from models_app.models import (
     UsageSender,
     WeightedRoute,
 )
+from models_app.services.capture import capture_stop
 from models_app.services.host_drain import host_drain
 from models_app.services.keys import api_key_revoke
 from models_app.services.kvcache import kvcache_trim
@@ -249,13 +250,29 @@ class OperationAdmin(ReadOnlyAdmin):
 
 @admin.register(ApiKey)
 class ApiKeyAdmin(ReadOnlyAdmin):
-    """Made on the Keys page, which shows the key once."""
+    """Made and changed on the Keys page, which shows a secret once."""
 
-    list_display = ("name", "prefix", "role", "expires_at", "revoked_at", "last_used_at", "created_by")
-    list_filter = ("role",)
+    list_display = (
+        "name", "prefix", "role", "priority", "expires_at", "revoked_at", "previous_until", "capture_until",
+        "last_used_at", "created_by",
+    )  # fmt: skip
+    list_filter = ("role", "may_capture")
     search_fields = ("name", "prefix")
     exclude = ("digest", "previous_digest")
-    actions = ("revoke",)
+    actions = ("rotate", "end_capture", "revoke")
+
+    @admin.action(description="Rotate (new secret, the old one goes on for a while)")
+    def rotate(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> HttpResponse | None:
+        """On the page that shows the secret once; a message here would be kept in a cookie or session."""
+        keys = list(queryset[:2])
+        if len(keys) == 1:
+            return HttpResponseRedirect(f"/keys/{keys[0].pk}/rotate/")
+        self.message_user(request, "Choose one key: each gets a secret of its own.", messages.ERROR)
+        return None
+
+    @admin.action(description="Switch capture off and delete what was captured")
+    def end_capture(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        each(self, request, queryset, lambda row, actor: capture_stop(row, actor=actor))
 
     @admin.action(description="Revoke")
     def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:

@@ -2,6 +2,7 @@
 
 viewer: any active user who is logged in. operator: ``models_app.operate``. admin: ``models_app.administer``. The
 three groups are made after every ``migrate`` (and after a flush of the tables); a user gets a role by joining one.
+``models_app.capture_prompts`` comes with no role: who may read what others ask is chosen by name, among the admins.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 OPERATE = "models_app.operate"
 ADMINISTER = "models_app.administer"
 RISKY_ARGUMENTS = "models_app.risky_arguments"
+CAPTURE_PROMPTS = "models_app.capture_prompts"
 
 _GROUP_PERMISSIONS: dict[Role, tuple[str, ...]] = {
     "viewer": (),
@@ -57,6 +59,11 @@ def may_risk(user: AbstractBaseUser | AnonymousUser) -> bool:
     return may(user, "operator") and cast("User", user).has_perm(RISKY_ARGUMENTS)
 
 
+def may_capture(user: AbstractBaseUser | AnonymousUser) -> bool:
+    """Whether the user may have a key's requests captured, and read them."""
+    return may(user, "admin") and cast("User", user).has_perm(CAPTURE_PROMPTS)
+
+
 def require_role(wanted: Role) -> Callable[[View[P]], View[P]]:
     """Decorate a view: strangers go to the login page, users below ``wanted`` get 403."""
 
@@ -73,6 +80,18 @@ def require_role(wanted: Role) -> Callable[[View[P]], View[P]]:
         return cast("View[P]", guarded)
 
     return decorate
+
+
+def require_capture(view: View[P]) -> View[P]:
+    """Decorate a view: admins without the permission to capture get 403, like everybody else."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest, *args: P.args, **kwargs: P.kwargs) -> HttpResponseBase:
+        if not may_capture(request.user):
+            raise PermissionDenied("This needs the permission to capture the requests of a key.")
+        return view(request, *args, **kwargs)
+
+    return require_role("admin")(cast("View[P]", guarded))
 
 
 def roles_ensure(**_: Any) -> None:

@@ -6,8 +6,10 @@ from django.urls import URLPattern, path
 
 from models_app.views import (
     access,
+    capture,
     gpus,
     instances,
+    keys,
     live,
     model_form,
     models,
@@ -17,6 +19,7 @@ from models_app.views import (
     policies,
     presets,
     routes,
+    usage,
 )
 
 urlpatterns: list[URLPattern] = [
@@ -74,7 +77,14 @@ urlpatterns: list[URLPattern] = [
     path("operations/count/", operations.operations_count, name="operations_count"),
     path("operations/<int:operation_id>/", operations.operation, name="operation"),
     path("operations/<int:operation_id>/cancel/", operations.operation_stop, name="operation_cancel"),
-    path("keys/", access.keys, name="keys"),
-    path("keys/<int:key_id>/revoke/", access.key_revoke, name="key_revoke"),
+    path("usage/", usage.usage, name="usage"),
+    path("usage.csv", usage.usage_file, name="usage_csv"),
+    path("keys/", keys.keys, name="keys"),
+    path("keys/<int:key_id>/edit/", keys.key_edit, name="key_edit"),
+    path("keys/<int:key_id>/rotate/", keys.key_rotate, name="key_rotate"),
+    path("keys/<int:key_id>/revoke/", keys.key_revoke, name="key_revoke"),
+    path("keys/<int:key_id>/capture/", capture.key_capture, name="key_capture"),
+    path("keys/<int:key_id>/capture/on/", capture.key_capture_on, name="key_capture_on"),
+    path("keys/<int:key_id>/capture/off/", capture.key_capture_off, name="key_capture_off"),
     path("audit/", access.audit_trail, name="audit"),
 ]

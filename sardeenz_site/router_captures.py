@@ -35,5 +35,4 @@ def ring_names(key_id: int) -> tuple[str, str]:
 async def push(client: aioredis.Redis, capture: dict[str, Any], *, until: float) -> None:
     """Add a capture to its key's ring, which goes at ``until`` (epoch seconds). Raises RedisError or OSError."""
     ring, size = ring_names(capture["key_id"])
-    # redis-py types eval as sync or async at once
-    await client.eval(_PUSH, 2, ring, size, orjson.dumps(capture), RING_LENGTH, RING_BYTES, int(until) + 1)  # type: ignore[misc]
+    await client.eval(_PUSH, 2, ring, size, orjson.dumps(capture), RING_LENGTH, RING_BYTES, int(until) + 1)

@@ -1,4 +1,4 @@
-"""Keys, audit, operations and leftovers."""
+"""Audit, operations and leftovers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
 
-from django.http import HttpRequest, JsonResponse
-from ninja import Path, Query, Router, Status
+from django.http import HttpRequest
+from ninja import Path, Query, Router
 from pydantic import Field
 
 from gpus_app.api import ERRORS
 from gpus_app.models import Host
 from models_app.api.auth import caller_of, viewer
-from models_app.api.schemas import MAX_ID, AuditOut, KeyIn, KeyOut, NewKeyOut, OperationOut, Strict, Text
-from models_app.errors import InvalidInput, NotFound
-from models_app.models import ApiKey, AuditEntry, Model, Operation
+from models_app.api.schemas import MAX_ID, AuditOut, OperationOut, Strict, Text
+from models_app.errors import NotFound
+from models_app.models import AuditEntry, Operation
 from models_app.presentation.attention import attention
 from models_app.presentation.board import build_board
-from models_app.services.keys import api_key_create, api_key_revoke
 from models_app.services.leftovers import orphans_shown
 from models_app.services.reaping import leftover_reap
 
@@ -59,38 +58,6 @@ class ReapOut(Strict):
     host: str
     attempt_id: int
     outcome: str
-
-
-def _models(names: list[str]) -> list[Model]:
-    """The models that a key is for. Raises InvalidInput that names those which are not there."""
-    found = list(Model.objects.filter(served_model_name__in=names))
-    missing = sorted(set(names) - {model.served_model_name for model in found})
-    if missing:
-        raise InvalidInput({"models": f"There is no model named {', '.join(map(repr, missing))}."})
-    return found
-
-
-@router.get("/keys", response={200: list[KeyOut], **ERRORS})
-def list_keys(request: HttpRequest) -> Any:
-    return ApiKey.objects.prefetch_related("allowed_models")
-
-
-@router.post("/keys", response={201: NewKeyOut, **ERRORS})
-def create_key(request: HttpRequest, payload: KeyIn) -> Any:
-    """The key is in this answer and nowhere else."""
-    fields = payload.dict() | {"models": _models(payload.models)}
-    row, key = api_key_create(actor=caller_of(request).actor, **fields)
-    shown = KeyOut.from_orm(row).model_dump(mode="json") | {"key": key}
-    return JsonResponse(shown, status=201)
-
-
-@router.delete("/keys/{name}", response={204: None, **ERRORS})
-def revoke_key(request: HttpRequest, name: Annotated[str, Path(max_length=64)]) -> Any:
-    row = ApiKey.objects.filter(name=name).first() if "\x00" not in name else None
-    if row is None:
-        raise NotFound(f"There is no key named {name!r}.")
-    api_key_revoke(row, actor=caller_of(request).actor)
-    return Status(204, None)
 
 
 @router.get("/audit", response={200: list[AuditOut], **ERRORS})

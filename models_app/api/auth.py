@@ -10,7 +10,7 @@ from django.middleware.csrf import CsrfViewMiddleware
 from ninja.errors import AuthorizationError
 from ninja.security.base import AuthBase
 
-from models_app.permissions import role_of
+from models_app.permissions import may_capture, role_of
 from models_app.services.keys import api_key_check
 
 RANK = {"viewer": 0, "operator": 1, "admin": 2}
@@ -18,11 +18,13 @@ RANK = {"viewer": 0, "operator": 1, "admin": 2}
 
 @dataclass(frozen=True)
 class Caller:
-    """The authenticated caller; ``actor`` is what events and the audit log show."""
+    """The authenticated caller; ``actor`` is what events and the audit log show, ``key_name`` its key if it has one."""
 
     actor: str
     role: str
     address: str | None
+    key_name: str | None = None
+    may_capture: bool = False
 
 
 class _SessionCsrf(CsrfViewMiddleware):
@@ -53,7 +55,10 @@ class RoleAuth(AuthBase):
         if scheme.lower() != "bearer" or not token.strip():
             return None
         key = api_key_check(token.strip())
-        return Caller(f"key:{key.name}", key.role, request.META.get("REMOTE_ADDR")) if key else None
+        if key is None:
+            return None
+        captures = key.may_capture and key.role == "admin"
+        return Caller(f"key:{key.name}", key.role, request.META.get("REMOTE_ADDR"), key.name, captures)
 
     def _from_session(self, request: HttpRequest) -> Caller | None:
         user = getattr(request, "user", None)
@@ -64,7 +69,9 @@ class RoleAuth(AuthBase):
         if middleware.process_view(request, lambda _: None, (), {}):  # type: ignore[arg-type, return-value]
             raise AuthorizationError(403, "The CSRF token is missing or wrong.")
         role = role_of(user)
-        return Caller(user.get_username(), role, request.META.get("REMOTE_ADDR")) if role else None
+        if role is None:
+            return None
+        return Caller(user.get_username(), role, request.META.get("REMOTE_ADDR"), None, may_capture(user))
 
 
 viewer, operator, admin = RoleAuth("viewer"), RoleAuth("operator"), RoleAuth("admin")

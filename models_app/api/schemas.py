@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from ninja import Field, Schema
 from pydantic import AfterValidator, ConfigDict, StrictBool, StrictFloat, StrictInt, StringConstraints
 
-from models_app.models import ApiKey, Instance, LaunchAttempt, Model, Operation
+from models_app.models import Instance, LaunchAttempt, Model, Operation
 
 MAX_ID = 2**63 - 1
 MAX_BYTES = 2**53
@@ -366,39 +366,6 @@ class LogOut(Schema):
 class CommandOut(Schema):
     argv: list[str] = Field(description="Exact command line; secrets are masked.")
     text: str
-
-
-class KeyIn(Strict):
-    name: Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(_no_nul)]
-    role: Literal["viewer", "operator", "admin"] = "viewer"
-    models: list[Name] = []
-    requests_per_minute: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    tokens_per_minute: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    max_concurrency: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    expires_at: datetime | None = None
-
-
-class KeyOut(Schema):
-    name: str
-    prefix: str
-    role: str
-    models: list[str]
-    requests_per_minute: int | None
-    tokens_per_minute: int | None
-    max_concurrency: int | None
-    expires_at: datetime | None
-    revoked_at: datetime | None
-    last_used_at: datetime | None
-    created_by: str
-    created_at: datetime
-
-    @staticmethod
-    def resolve_models(obj: ApiKey) -> list[str]:
-        return [model.served_model_name for model in obj.allowed_models.all()]
-
-
-class NewKeyOut(KeyOut):
-    key: str = Field(description="Shown this once; only its digest is kept.")
 
 
 class OperationOut(Schema):

@@ -12,9 +12,11 @@ from models_app.api.admin_routes import router as admin_routes
 from models_app.api.auth import admin, operator, viewer
 from models_app.api.changes import router as changes
 from models_app.api.instances import router as instances
+from models_app.api.keys import router as keys
 from models_app.api.memory import router as memory
 from models_app.api.models import router as models
 from models_app.api.routes import router as routes
+from models_app.api.usage import router as usage
 
 
 class OwnSwagger(Swagger):
@@ -42,4 +44,6 @@ api.add_router("/routes", routes, auth=viewer, tags=["weighted routes"])
 api.add_router("/instances", instances, auth=viewer, tags=["instances"])
 api.add_router("", gpu_reads, auth=viewer, tags=["hosts and GPUs"])
 api.add_router("", gpu_writes, auth=operator, tags=["hosts and GPUs"])
+api.add_router("", usage, auth=viewer, tags=["usage"])
+api.add_router("", keys, auth=admin, tags=["keys"])
 api.add_router("", admin_routes, auth=admin, tags=["administration"])

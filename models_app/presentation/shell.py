@@ -9,7 +9,8 @@ from django.http import HttpRequest
 from django.utils.functional import SimpleLazyObject
 
 from models_app.models import Operation
-from models_app.permissions import Role, role_at_least, role_of
+from models_app.permissions import Role, may_capture, role_at_least, role_of
+from models_app.services.capture import keys_captured
 
 THEME_COOKIE = "theme"
 Theme = Literal["auto", "light", "dark"]
@@ -35,6 +36,7 @@ PLACES = (
     Place("Models", "/models/", "box"),
     Place("Playground", "/playground/", "message-circle"),
     Place("Policies", "/policies/", "scale"),
+    Place("Usage", "/usage/", "chart-bar", "operator"),
     Place("Keys", "/keys/", "key", "admin"),
     Place("Audit", "/audit/", "history"),
 )
@@ -59,6 +61,8 @@ def shell(request: HttpRequest) -> dict[str, Any]:
         "role": role,
         "may_operate": role_at_least(role, "operator"),
         "may_administer": role_at_least(role, "admin"),
+        "captured_keys": SimpleLazyObject(keys_captured),
+        "may_capture": SimpleLazyObject(lambda: user is not None and may_capture(user)),
         "places": [
             {"place": place, "current": place.holds(path)} for place in PLACES if role_at_least(role, place.least)
         ],

@@ -231,6 +231,13 @@ def size(value: int | float | str | None) -> str:
     return f"{value:.0f} bytes"
 
 
+def milliseconds(value: float | None) -> str:
+    """``35 ms``, from a second on ``1.2 s``; a dash for what is not known."""
+    if value is None:
+        return "–"
+    return f"{value:.0f} ms" if value < 999.5 else f"{value / 1000:.1f} s"
+
+
 def duration(seconds: float) -> str:
     """A span in its largest sensible unit: ``12 s``, ``5 min``, ``3 h``, ``2 d``."""
     seconds = max(0.0, seconds)

@@ -131,8 +131,9 @@ class Capture:
     def to_json(self, model: str, status: int, request_id: str) -> dict[str, Any]:
         request = self._body[:_LOOK_BYTES].decode("utf-8", "replace")
         request_cut = len(self._body) > _LOOK_BYTES
-        streamed = _are_events(self._answer)
-        answer = stream_text(bytes(self._answer)) if streamed else self._answer.decode("utf-8", "replace")
+        kept = bytes(self._answer)
+        streamed = _are_events(kept)
+        answer = stream_text(kept) if streamed else kept.decode("utf-8", "replace")
         answer_cut = self._answer_bytes > _LOOK_BYTES
         request, request_cut = _clean(request, request_cut)
         answer, answer_cut = _clean(answer, answer_cut)

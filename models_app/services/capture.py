@@ -93,7 +93,6 @@ def captures_read(key: ApiKey, *, actor: str) -> list[Captured]:
     """What was captured, newest first; nothing when capture is off. Raises BrokerAway when Redis does not answer."""
     if not key.is_captured:
         return []
-    audit(actor, "capture.read", key.name)
     connection = broker.client()
     if connection is None:
         return []
@@ -101,6 +100,8 @@ def captures_read(key: ApiKey, *, actor: str) -> list[Captured]:
         ring = cast("list[bytes]", connection.lrange(f"{RING}{key.pk}", 0, -1))
     except (redis.RedisError, OSError) as exc:
         raise BrokerAway("Captured requests lie in Redis/Valkey, which does not answer.") from exc
+    if ring:
+        audit(actor, "capture.read", key.name, detail=f"{len(ring)} requests")
     return [captured for raw in ring if (captured := _captured(raw)) is not None]
 
 

@@ -21,6 +21,15 @@ register.filter("size", words.size)
 register.filter("duration", words.duration)
 
 
+register.filter("milliseconds", words.milliseconds)
+
+
+@register.filter
+def thousands(number: int) -> str:
+    """1234567 as 1,234,567."""
+    return f"{number:,}"
+
+
 @register.filter
 def state_word(instance: Instance) -> words.Word:
     return words.state_word(instance)

@@ -1,71 +1,19 @@
-"""API keys, the audit trail, and the reader's own choice of theme."""
+"""The audit trail, and the reader's own choice of theme."""
 
 from __future__ import annotations
 
 from django.core.paginator import Paginator
 from django.db.models import Q
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.shortcuts import get_object_or_404, render
-from django.views.decorators.http import require_GET, require_http_methods, require_POST
+from django.shortcuts import render
+from django.views.decorators.http import require_GET, require_POST
 
-from models_app.errors import InvalidInput, SardeenzError
-from models_app.forms.keys import KeyForm
-from models_app.models import ApiKey, AuditEntry
+from models_app.models import AuditEntry
 from models_app.permissions import require_role
 from models_app.presentation.shell import THEME_COOKIE, THEMES
-from models_app.services.keys import api_key_create, api_key_revoke
-from models_app.views.common import act, actor_of, back_address, dialog, is_fragment, trigger
+from models_app.views.common import back_address, is_fragment
 
 PAGE = 50
-
-
-@require_http_methods(["GET", "POST"])
-@require_role("admin")
-def keys(request: HttpRequest) -> HttpResponse:
-    """The list of keys and the form for a new one; a new key is shown once, in the answer to its POST."""
-    token = None
-    status = 200
-    form = KeyForm(request.POST or None)
-    if request.method == "POST":
-        status = 422
-        if form.is_valid():
-            data = form.cleaned_data
-            try:
-                _key, token = api_key_create(
-                    data["name"],
-                    role=data["role"],
-                    actor=actor_of(request),
-                    models=data["models"],
-                    expires_at=data["expires_at"],
-                    requests_per_minute=data["requests_per_minute"],
-                    tokens_per_minute=data["tokens_per_minute"],
-                    max_concurrency=data["max_concurrency"],
-                )
-                status, form = 200, KeyForm()
-            except InvalidInput as exc:
-                for field, sentences in exc.fields.items():
-                    form.add_error(field if field in form.fields else None, sentences)
-            except SardeenzError as exc:
-                form.add_error("name", exc.message)
-    rows = ApiKey.objects.prefetch_related("allowed_models").order_by("revoked_at", "name")
-    context = {"keys": rows, "form": form, "token": token, "base": f"{request.scheme}://{request.get_host()}"}
-    return render(request, "models_app/keys.html", context, status=status)
-
-
-@require_http_methods(["GET", "POST"])
-@require_role("admin")
-def key_revoke(request: HttpRequest, key_id: int) -> HttpResponse:
-    key = get_object_or_404(ApiKey, pk=key_id)
-    if request.method == "GET":
-        context = {"key": key, "heading": f"Revoke {key.name}"}
-        return dialog(request, "models_app/_key_revoke.html", context, back="/keys/")
-
-    def work() -> str:
-        api_key_revoke(key, actor=actor_of(request))
-        return f"{key.name} is revoked: requests with it are refused from now on."
-
-    response = act(request, work, back="/keys/")
-    return trigger(response, go={"to": "/keys/"}) if is_fragment(request) and response.status_code == 204 else response
 
 
 @require_GET
