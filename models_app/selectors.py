@@ -81,6 +81,8 @@ def _route(model: Model, instances: list[Instance]) -> dict[str, Any]:
     status, reason = model_status(instances)
     if status == "ready" and not ready:
         status = "starting"
+    if not ready and model.demand_facts.get("code") == "waits" and _is_fresh(model.demand_facts):
+        reason = str(model.demand_facts["reason"])
     facts = model.facts or {}
     context = model.max_model_len or facts.get("max_position_embeddings")
     limits = {row.pk: token_limit(row) for row in ready}
@@ -116,8 +118,12 @@ def _route(model: Model, instances: list[Instance]) -> dict[str, Any]:
 
 def demand_refusal(model: Model) -> str:
     """Why a request could not bring the model up, for as long as asking again would be no use; else empty."""
-    at = model.demand_facts.get("at")
-    return str(model.demand_facts.get("reason", "")) if at and time.time() - at < DEMAND_REFUSED_S else ""
+    facts = model.demand_facts
+    return str(facts["reason"]) if facts.get("code") == "refused" and _is_fresh(facts) else ""
+
+
+def _is_fresh(facts: dict[str, Any]) -> bool:
+    return time.time() - float(facts.get("at", 0)) < DEMAND_REFUSED_S
 
 
 def _weighted(route: WeightedRoute) -> dict[str, Any]:

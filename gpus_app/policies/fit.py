@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gpus_app.policies.base import GIB, MIB, GpuView, InstanceView, Plan, gib
+from gpus_app.policies.base import GIB, MIB, GpuView, Harm, InstanceView, Plan, gib
 from gpus_app.policies.make_room import make_room
 from gpus_app.policies.placement import Decision, GpuState, Request, alike, choose, names_of
 
@@ -170,9 +170,11 @@ def judge(
     facts: LaunchFacts | None = None,
     priority: int = 50,
     minimum_residence_s: float = 60.0,
+    max_harm: Harm = Harm.STOP_BUSY,
 ) -> Judgement:
     """Fits now, fits after making room (with the plans), or does not fit (with the largest that would).
 
+    Measures beyond ``max_harm`` are not planned.
     ``views`` maps GPU UUIDs to what ``make_room`` needs; GPUs without a view can only fit as they are. ``facts`` allows
     the suggestion of a tensor parallel size.
     """
@@ -193,7 +195,12 @@ def judge(
         return Judgement(verdict=Verdict.DOES_NOT_FIT, sentence=open_decision.reason, gpus=(), decision=open_decision)
     plans = {
         gpu.uuid: make_room(
-            *views[gpu.uuid], wanted.total_bytes, now, priority=priority, minimum_residence_s=minimum_residence_s
+            *views[gpu.uuid],
+            wanted.total_bytes,
+            now,
+            priority=priority,
+            minimum_residence_s=minimum_residence_s,
+            max_harm=max_harm,
         )
         for group in alike(gpus, request)
         for gpu in group

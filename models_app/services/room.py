@@ -19,7 +19,7 @@ from gpus_app.policies.make_room import shrink_idle, trim_all
 from gpus_app.policies.placement import Request
 from models_app import broker, selectors
 from models_app.errors import Conflict, DoesNotFit
-from models_app.models import MemoryPolicy, Model, Operation
+from models_app.models import Instance, MemoryPolicy, Model, Operation
 from models_app.services import placement, specs
 from models_app.services.cards import Card, cards
 from models_app.services.locks import transaction_lock
@@ -34,8 +34,10 @@ from models_app.services.room_steps import (
     cards_in_use,
     steps_waiting,
 )
+from models_app.services.room_terms import CONFIRMED, Terms
+from models_app.services.room_wake import wake_steps
 
-__all__ = ["Room", "cards_in_use", "room_judge", "room_make", "tidy", "tidy_plan"]
+__all__ = ["Room", "cards_in_use", "room_judge", "room_make", "room_wake_make", "tidy", "tidy_plan"]
 
 #: Undoing goes on for a while after the time limit of the plan itself.
 _UNDO_S = 600.0
@@ -77,8 +79,11 @@ class Room:
         }
 
 
-def room_judge(model: Model, *, wish: Wish | None = None) -> Room:
-    """Fits now, fits after making room (with the plans), or does not fit (with the largest that would)."""
+def room_judge(model: Model, *, wish: Wish | None = None, terms: Terms = CONFIRMED) -> Room:
+    """Fits now, fits after making room (with the plans), or does not fit (with the largest that would).
+
+    ``terms``: how far the plans may go.
+    """
     wish = wish or Wish.of(model)
     found = cards(newcomer=model)
     unusable = specs.unusable_hosts(model)
@@ -92,7 +97,7 @@ def room_judge(model: Model, *, wish: Wish | None = None) -> Room:
         gpu_uuids=wish.gpu_uuids,
     )
     views: Mapping[str, tuple[GpuView, Sequence[InstanceView]]] = {
-        uuid: (card.view, card.rows) for uuid, card in found.items() if card.fresh
+        uuid: (card.view, terms.rows(card.rows)) for uuid, card in found.items() if card.fresh
     }
     judgement = fit.judge(
         placed.need,
@@ -103,12 +108,18 @@ def room_judge(model: Model, *, wish: Wish | None = None) -> Room:
         facts=placement.launch_facts(model),
         priority=rules.priority,
         minimum_residence_s=settings.RESIDENCE_S,
+        max_harm=terms.max_harm,
     )
     return Room(judgement, placed.need, found)
 
 
 def room_make(
-    model: Model, *, actor: str, host: str | None = None, gpu_uuids: Sequence[str] | None = None
+    model: Model,
+    *,
+    actor: str,
+    host: str | None = None,
+    gpu_uuids: Sequence[str] | None = None,
+    terms: Terms = CONFIRMED,
 ) -> Operation:
     """Carry out the plan for one more instance of ``model``, then launch it.
 
@@ -121,7 +132,7 @@ def room_make(
     if not missing:
         raise Conflict(f"{model} is launched already; ask for more replicas to have another instance of it.")
     wish = Wish.of(model, {"host": host, "gpu_uuids": list(gpu_uuids or ())})
-    room = room_judge(model, wish=wish)
+    room = room_judge(model, wish=wish, terms=terms)
     if room.judgement.verdict is fit.Verdict.FITS:
         raise Conflict(f"{model} fits already: launch it.")
     if room.judgement.verdict is fit.Verdict.DOES_NOT_FIT:
@@ -149,8 +160,27 @@ def room_make(
             "need_bytes": room.need.total_bytes,
             "round": 1,
             "free_before": {uuid: room.cards[uuid].view.free_bytes for uuid in uuids},
+            "terms": terms.json(),
         },
         model=model,
+        deadline_s=MAKE_ROOM_LIMIT_S + _UNDO_S,
+    )
+
+
+def room_wake_make(row: Instance, *, actor: str, terms: Terms = CONFIRMED) -> Operation:
+    """Carry out the plan on the GPUs of a sleeper, then wake it there.
+
+    Raises DoesNotFit, BrokerAway, or Conflict while room is being made on the same card.
+    """
+    broker.require()
+    return _create(
+        MAKE_ROOM,
+        title=f"Make room to wake {row.model}",
+        actor=actor,
+        steps=steps_waiting(wake_steps(row, terms)),
+        facts={"gpu_uuids": list(row.gpu_uuids), "round": ROUNDS, "need_bytes": 0, "terms": terms.json()},
+        model=row.model,
+        instance=row,
         deadline_s=MAKE_ROOM_LIMIT_S + _UNDO_S,
     )
 

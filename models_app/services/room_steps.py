@@ -20,7 +20,7 @@ from gpus_app.policies.base import StepKind, gib
 from gpus_app.policies.make_room import make_room
 from models_app import selectors
 from models_app.errors import BrokerAway, SardeenzError
-from models_app.models import Instance, LaunchAttempt, MemoryPolicy, Model, Operation
+from models_app.models import Instance, MemoryPolicy, Model, Operation
 from models_app.services import placement
 from models_app.services.cards import cards
 from models_app.services.kvcache import kvcache_trim, limit_write
@@ -28,7 +28,9 @@ from models_app.services.launch import model_launch
 from models_app.services.operations import OPEN, Progress, handles
 from models_app.services.placement import Wish
 from models_app.services.plan_steps import plan_steps
+from models_app.services.room_terms import Terms
 from models_app.services.room_undo import undo_begin, undo_step
+from models_app.services.room_wake import claim_waive, wake_step
 from models_app.services.sleep import instance_sleep
 from models_app.services.stop import instance_stop
 from models_app.states import LIMIT_NOW, TERMINAL, DesiredState, InstanceState, LimitStatus
@@ -104,6 +106,9 @@ def _step(operation: Operation) -> Progress:
         return Progress(done=True, message="Done.", progress=1.0, steps=steps)
     if step["kind"] == "launch":
         return _launch_step(operation, step)
+    if step["kind"] == "wake":
+        _waive(operation)
+        return wake_step(operation, step, share=_share(steps))
     _advance(step, operation)
     message = f"{step['name']}: {step['reason']}"
     return Progress(phase=step["kind"], message=message, progress=_share(steps), steps=steps)
@@ -250,24 +255,24 @@ def _waive(operation: Operation) -> None:
     """Those put to sleep for the newcomer claim nothing while they sleep, or their bytes could not be given to it."""
     asleep = [step["instance_id"] for step in operation.steps if step["kind"] == StepKind.SLEEP]
     for row in Instance.objects.filter(pk__in=asleep, state=S.SLEEPING).select_related("attempt"):
-        if row.attempt is not None and row.attempt.memory.get(placement.WAIVED) != row.state_version:
-            memory = {**row.attempt.memory, placement.WAIVED: row.state_version}
-            LaunchAttempt.objects.filter(pk=row.attempt.pk).update(memory=memory)
+        claim_waive(row)
 
 
 def _more(operation: Operation, model: Model, need_bytes: int) -> list[dict[str, Any]]:
     """A second plan, from what is now; empty when there is none."""
     rules = getattr(model, "memory_policy", None) or MemoryPolicy(model=model)
+    terms = Terms.of(operation.facts.get("terms"))
     found = cards(operation.facts["gpu_uuids"], newcomer=model)
     plans = []
     for card in found.values():
         plan = make_room(
             card.view,
-            card.rows,
+            terms.rows(card.rows),
             need_bytes,
             time.time(),
             priority=rules.priority,
             minimum_residence_s=settings.RESIDENCE_S,
+            max_harm=terms.max_harm,
         )
         if not card.fresh or not plan.feasible:
             return []

@@ -15,6 +15,7 @@ from models_app.permissions import require_role
 from models_app.presentation import words
 from models_app.presentation.attention import attention, of_operations
 from models_app.presentation.board import build_board
+from models_app.presentation.demand import of_demand
 from models_app.views.common import role_for, target_is
 
 
@@ -26,8 +27,9 @@ def overview(request: HttpRequest) -> HttpResponse:
     failed = list(
         Operation.objects.filter(state=Operation.State.FAILED, ended_at__gte=timezone.now() - timedelta(hours=1))[:5]
     )
+    may_operate = role in ("operator", "admin")
     items = sorted(
-        attention(board, may_operate=role in ("operator", "admin")) + of_operations(failed),
+        attention(board, may_operate=may_operate) + of_demand(may_operate=may_operate) + of_operations(failed),
         key=lambda item: item.rank,
     )
     known = [card for card in board.cards if card.bar.known]

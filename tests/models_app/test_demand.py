@@ -1,0 +1,336 @@
+"""A request asks for a model: who makes room for it, who never does, what those who ask are told, and no thrash."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from gpus_app.models import Gpu
+from models_app import transitions
+from models_app.models import AuditEntry, Instance, InstanceEvent, Model, Operation
+from models_app.router.table import RouteTable
+from models_app.selectors import routes_snapshot
+from models_app.services.demand import ACTOR, model_demand
+from models_app.services.operations import operation_step
+from models_app.services.room_wake import claim_waive
+from models_app.services.thrash import residence_s, thrash_pairs
+from models_app.states import DesiredState, InstanceState
+from tests.builders import GIB, SMALL_FACTS, make_gpu, make_instance, make_model
+from tests.models_app.pages import client_of
+from tests.models_app.readings import BUNDLE, Readings, whole
+
+S = InstanceState
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("sent")]
+NEED = 36 * GIB  # of weights, so that the newcomer needs about 40 GiB
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return make_gpu()
+
+
+def _newcomer(name: str = "new", *, weights: int = NEED, **fields: Any) -> Model:
+    facts = SMALL_FACTS | {"weights_bytes": weights, "bundle_bytes": BUNDLE, "safety_floor_bytes": 9 * BUNDLE}
+    return make_model(served_model_name=name, on_demand=True, facts=facts, **fields)
+
+
+def _neighbour(
+    gpu: Gpu,
+    readings: Readings,
+    name: str,
+    *,
+    size: int = 60 * GIB,
+    ago_s: float = 3600,
+    part: Any = None,
+    **rules: Any,
+) -> Instance:
+    """One who serves and holds ``size`` in weights, so that only its going gives room."""
+    model = make_model(served_model_name=name, **({"on_demand": True, "enable_sleep_mode": True} | rules))
+    row = make_instance(
+        model=model,
+        gpus=[gpu],
+        limit_bytes=whole(2 * GIB),
+        effective_limit_bytes=whole(2 * GIB),
+        capacity_bytes=whole(2 * GIB),
+        safety_floor_bytes=whole(2 * GIB),
+        reserved_bytes=size + 2 * GIB,
+        ready_at=timezone.now() - timedelta(seconds=ago_s),
+    )
+    Model.objects.filter(pk=model.pk).update(deployed=True)
+    readings.part(row, baseline=size, **(part or {}))
+    return row
+
+
+def _falls_asleep(row: Instance, readings: Readings) -> None:
+    transitions.move(row.pk, S.SLEEPING, expected=S.DRAINING, reason="asleep", desired_state=DesiredState.SLEEPING)
+    row.refresh_from_db()
+    assert row.attempt is not None
+    row.attempt.memory["asleep_bytes"] = GIB
+    row.attempt.save()
+    readings.part(row, baseline=GIB)
+
+
+def _sleeper(gpu: Gpu, readings: Readings) -> Instance:
+    """One who was put to sleep to make room: it has no claim to come back at once."""
+    row = _neighbour(gpu, readings, "sleeper", size=40 * GIB)
+    transitions.move(row.pk, S.DRAINING, expected=S.READY, reason="room")
+    _falls_asleep(row, readings)
+    claim_waive(row)
+    return row
+
+
+def _plan() -> list[tuple[str, str]]:
+    operation = Operation.objects.get()
+    assert operation.created_by == ACTOR
+    return [(step["kind"], step["name"]) for step in operation.steps]
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    model.refresh_from_db()
+    return dict(model.demand_facts)
+
+
+# --- who makes room --------------------------------------------------------------------------------
+
+
+def test_idle_neighbour_goes_to_sleep_and_the_model_is_launched(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, readings, "old")
+    model = _newcomer()
+    model_demand("new")
+    assert _plan() == [("sleep", "old"), ("launch", "new")]
+    assert _facts(model) == {}
+
+
+def test_neighbour_without_sleep_mode_is_stopped(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, readings, "old", enable_sleep_mode=False)
+    _newcomer()
+    model_demand("new")
+    assert _plan() == [("stop", "old"), ("launch", "new")]
+
+
+def test_wish_that_is_repeated_joins_the_room_that_is_being_made(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, readings, "old")
+    _newcomer(aliases=["nick"])
+    for name in ("new", "nick", "new"):
+        model_demand(name)
+    assert Operation.objects.count() == 1
+
+
+def test_victims_are_chosen_by_the_memory_that_is_needed(gpu: Gpu, readings: Readings) -> None:
+    """E14: the one that was used longest ago is small, and its going would not be enough."""
+    _neighbour(gpu, readings, "small", size=8 * GIB, ago_s=90_000)
+    _neighbour(gpu, readings, "large", size=50 * GIB)
+    _newcomer()
+    model_demand("new")
+    assert _plan() == [("sleep", "large"), ("launch", "new")]
+
+
+def test_least_important_goes_first(gpu: Gpu, readings: Readings) -> None:
+    for name, priority in (("dear", 90), ("cheap", 10), ("plain", 50)):
+        row = _neighbour(gpu, readings, name, size=22 * GIB)
+        row.model.memory_policy.priority = priority
+        row.model.memory_policy.save()
+    _newcomer(weights=14 * GIB)
+    model_demand("new")
+    assert _plan() == [("sleep", "cheap"), ("launch", "new")]
+
+
+def test_sleeper_wakes_in_the_room_of_another(gpu: Gpu, readings: Readings) -> None:
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    assert _plan() == [("sleep", "old"), ("wake", "sleeper")]
+    operation = Operation.objects.get()
+    operation_step(operation.pk)
+    old.refresh_from_db()
+    assert (old.state, old.desired_state) == (S.DRAINING, DesiredState.SLEEPING)
+    _falls_asleep(old, readings)
+    for _ in range(3):
+        operation_step(operation.pk)
+    sleeper.refresh_from_db()
+    operation.refresh_from_db()
+    assert sleeper.desired_state == DesiredState.RUNNING, operation.message
+    for state in (S.STARTING, S.READY):
+        transitions.move(sleeper.pk, state, expected=S(Instance.objects.get(pk=sleeper.pk).state), reason="up")
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.state == Operation.State.SUCCEEDED
+    assert operation.message == "sleeper is awake."
+
+
+def test_wake_that_fails_puts_the_neighbour_back(gpu: Gpu, readings: Readings) -> None:
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    operation = Operation.objects.get()
+    operation_step(operation.pk)
+    _falls_asleep(old, readings)
+    for _ in range(3):
+        operation_step(operation.pk)
+    transitions.move(sleeper.pk, S.STARTING, expected=S.SLEEPING, reason="Waking.")
+    operation_step(operation.pk)
+    asleep: dict[str, Any] = {"reason": "Still asleep: waking failed.", "desired_state": DesiredState.SLEEPING}
+    transitions.move(sleeper.pk, S.SLEEPING, expected=S.STARTING, **asleep)
+    for _ in range(4):
+        operation_step(operation.pk)
+    old.refresh_from_db()
+    operation.refresh_from_db()
+    assert old.desired_state == DesiredState.RUNNING, operation.message
+    assert "waking failed" in operation.message
+    transitions.move(old.pk, S.STARTING, expected=S.SLEEPING, reason="up")
+    operation_step(operation.pk)
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.state == Operation.State.FAILED
+    model_demand("sleeper")  # not again at once: its neighbour would pay for every request
+    assert Operation.objects.count() == 1
+    assert "waking failed" in _facts(sleeper.model)["reason"]
+
+
+# --- who never does --------------------------------------------------------------------------------
+
+
+def test_pinned_neighbour_stays_and_those_who_ask_are_told_so(gpu: Gpu, readings: Readings) -> None:
+    """E8."""
+    _neighbour(gpu, readings, "old", pinned=True)
+    model = _newcomer()
+    model_demand("new")
+    assert not Operation.objects.exists()
+    assert _facts(model)["code"] == "refused"
+    refused = RouteTable.from_snapshot(routes_snapshot()).models["new"].refused
+    assert "62.0 GiB by old (pinned)" in refused
+
+
+def test_neighbour_that_no_request_brings_back_stays(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, readings, "old", on_demand=False)
+    model = _newcomer()
+    model_demand("new")
+    assert not Operation.objects.exists()
+    assert _facts(model)["code"] == "refused"
+    assert "old (no request would bring it back)" in _facts(model)["reason"]
+
+
+@pytest.mark.parametrize("priority", [0, 50])
+def test_neighbour_at_work_is_waited_for_and_never_stopped(gpu: Gpu, readings: Readings, priority: int) -> None:
+    old = _neighbour(gpu, readings, "old", part={"running": 2})
+    old.model.memory_policy.priority = priority
+    old.model.memory_policy.save()
+    model = _newcomer()
+    model_demand("new")
+    assert not Operation.objects.exists()
+    assert _facts(model)["code"] == "waits"
+    route = RouteTable.from_snapshot(routes_snapshot()).models["new"]
+    assert route.refused == ""
+    assert "old (at work)" in route.reason
+    readings.part(old, running=0)
+    model_demand("new")
+    assert _plan() == [("sleep", "old"), ("launch", "new")]
+
+
+def test_neighbour_that_has_just_come_up_is_waited_for(gpu: Gpu, readings: Readings, settings: Any) -> None:
+    """E11, E9: a request that comes too early queues; it neither fails nor drives the other out."""
+    settings.RESIDENCE_S = 60.0
+    old = _neighbour(gpu, readings, "old", ago_s=20)
+    model = _newcomer()
+    model_demand("new")
+    assert not Operation.objects.exists()
+    assert _facts(model)["code"] == "waits"
+    assert "and stays for 60 s" in _facts(model)["reason"]
+    Instance.objects.filter(pk=old.pk).update(ready_at=timezone.now() - timedelta(seconds=61))
+    model_demand("new")
+    assert _plan() == [("sleep", "old"), ("launch", "new")]
+
+
+def test_model_that_fits_on_no_card_is_refused(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, readings, "old", size=8 * GIB)
+    model = _newcomer(weights=900 * GIB)
+    model_demand("new")
+    assert not Operation.objects.exists()
+    assert _facts(model)["code"] == "refused"
+
+
+def test_refusal_runs_out_so_that_it_is_asked_for_again(gpu: Gpu, readings: Readings) -> None:
+    _neighbour(gpu, readings, "old", pinned=True)
+    model = _newcomer()
+    model_demand("new")
+    since = _facts(model)["since"]
+    model_demand("new")
+    assert _facts(model)["since"] == since
+    Model.objects.filter(pk=model.pk).update(demand_facts=_facts(model) | {"at": _facts(model)["at"] - 31})
+    assert RouteTable.from_snapshot(routes_snapshot()).models["new"].refused == ""
+
+
+# --- thrash ----------------------------------------------------------------------------------------
+
+
+def _turn(newcomer: Model, victim: Instance, ago_s: float) -> None:
+    operation = Operation.objects.create(
+        kind="make_room",
+        title="t",
+        model=newcomer,
+        created_by=ACTOR,
+        state=Operation.State.SUCCEEDED,
+        steps=[{"kind": "sleep", "instance_id": victim.pk, "state": "verified"}],
+    )
+    Operation.objects.filter(pk=operation.pk).update(created_at=timezone.now() - timedelta(seconds=ago_s))
+
+
+@pytest.fixture
+def rivals(gpu: Gpu, readings: Readings) -> tuple[Instance, Model]:
+    """``old`` serves, came up 100 s ago in the room of ``new``, which is asked for again."""
+    old = _neighbour(gpu, readings, "old", ago_s=100)
+    new = _newcomer()
+    gone = make_instance(model=new, gpus=[gpu], state=S.STOPPED)
+    _turn(new, old, 300)
+    _turn(old.model, gone, 110)
+    return old, new
+
+
+def test_models_that_drive_one_another_out_are_seen_slowed_and_told(
+    rivals: tuple[Instance, Model], readings: Readings, settings: Any
+) -> None:
+    """E9."""
+    settings.RESIDENCE_S = 60.0
+    old, new = rivals
+    (pair,) = thrash_pairs()
+    assert (pair.turns, pair.residence_s) == (2, 120.0)
+    model_demand("new")
+    assert _facts(new)["code"] == "waits"
+    assert "and stays for 120 s" in _facts(new)["reason"]
+    page = client_of("viewer").get("/").content.decode()
+    assert "evict one another" in page
+    assert "Pin the one that matters" in page
+    assert "new is asked for and waits for room" in page
+    Instance.objects.filter(pk=old.pk).update(ready_at=timezone.now() - timedelta(seconds=121))
+    model_demand("new")
+    assert Operation.objects.filter(created_by=ACTOR).count() == 3
+    assert AuditEntry.objects.filter(action="demand.thrash").count() == 1
+    assert InstanceEvent.objects.filter(instance=old, kind="thrash").exists()
+
+
+def test_one_way_is_no_thrash(gpu: Gpu, readings: Readings) -> None:
+    old = _neighbour(gpu, readings, "old")
+    new = _newcomer()
+    _turn(new, old, 300)
+    _turn(new, old, 100)
+    assert thrash_pairs() == []
+
+
+def test_what_an_operator_did_is_no_thrash(rivals: tuple[Instance, Model]) -> None:
+    Operation.objects.update(created_by="anna")
+    assert thrash_pairs() == []
+
+
+def test_old_turns_are_forgotten(rivals: tuple[Instance, Model]) -> None:
+    Operation.objects.update(created_at=timezone.now() - timedelta(hours=1))
+    assert thrash_pairs() == []
+
+
+def test_residence_doubles_up_to_a_bound(settings: Any) -> None:
+    settings.RESIDENCE_S = 60.0
+    assert [residence_s(turns) for turns in (0, 1, 2, 3, 9)] == [60, 60, 120, 240, 600]
+    settings.RESIDENCE_S = 3600.0
+    assert residence_s(5) == 3600.0
