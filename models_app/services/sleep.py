@@ -7,6 +7,7 @@ import logging
 from django.conf import settings
 from django.db import transaction
 
+from gpus_app.models import Host
 from gpus_app.policies.base import gib
 from gpus_app.policies.placement import available_bytes
 from models_app import broker, dispatch, transitions
@@ -14,9 +15,12 @@ from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import Instance, InstanceQuerySet
 from models_app.services.access import EngineSaidNo, client, here, host_of, start_waiting
 from models_app.services.audit import audited
+from models_app.services.known_answer import answer_keep
 from models_app.services.limit_apply import limit_tell
 from models_app.services.placement import gpu_states
+from models_app.services.ready import awake_record
 from models_app.services.shares import wake_share_write
+from models_app.services.sleep_ram import ram_refusal
 from models_app.states import DesiredState, InstanceState, Stage
 
 log = logging.getLogger(__name__)
@@ -32,7 +36,8 @@ def instance_sleep(instance: Instance, *, actor: str, level: int | None = None, 
     """Put a ready instance to sleep (level 1: weights to host memory; 2: weights dropped). Idempotent.
 
     Requests in flight finish first; when they do not within the drain limit, it stays ready, unless ``force``.
-    Raises Conflict (no sleep mode, not ready), BrokerAway before anything is written.
+    Raises Conflict (no sleep mode, pinned, not ready), DoesNotFit (no host memory for its weights, with numbers),
+    BrokerAway before anything is written.
     """
     if level is not None and level not in (1, 2):
         raise InvalidInput({"level": "Use level 1 (weights to host memory) or 2 (weights dropped)."})
@@ -44,8 +49,14 @@ def instance_sleep(instance: Instance, *, actor: str, level: int | None = None, 
                 return row
             if not row.model.enable_sleep_mode:
                 raise Conflict(f"{row.model} was not launched with sleep mode; switch it on and restart it.")
+            if row.model.pinned:
+                raise Conflict(f"{row.model} is pinned: it never sleeps. Unpin it first.")
             if row.state != S.READY:
                 raise Conflict(f"It is {row.state}: only a ready instance can be put to sleep.")
+            level = level or row.model.sleep_level
+            Host.objects.select_for_update(no_key=True).get(pk=host_of(row).pk)  # two at once do not share the memory
+            if short := ram_refusal(row, level):
+                raise DoesNotFit(short)
             transitions.move(
                 row.pk,
                 S.DRAINING,
@@ -53,7 +64,7 @@ def instance_sleep(instance: Instance, *, actor: str, level: int | None = None, 
                 reason="Going to sleep: requests in flight finish first.",
                 actor=actor,
                 desired_state=DesiredState.SLEEPING,
-                sleep_level=level or row.model.sleep_level,
+                sleep_level=level,
                 stop_force=force,
             )
             dispatch.send_on_commit(dispatch.STOP, row.pk, queue=host_of(row).queue)
@@ -70,15 +81,19 @@ def sleep_again(instance_id: int) -> bool:
         row = _locked(Instance(pk=instance_id))
         if row.state != S.READY or row.desired_state != DesiredState.SLEEPING:
             return False
-        if not row.model.enable_sleep_mode:
-            transitions.report(row.pk, expected=S.READY, desired_state=DesiredState.RUNNING)
+        level = row.sleep_level or row.model.sleep_level
+        why = "" if row.model.enable_sleep_mode else "Its model has no sleep mode any more."
+        why = "It is pinned." if row.model.pinned else why or ram_refusal(row, level)
+        if why:
+            reason = f"It stays awake. {why}"
+            transitions.report(row.pk, expected=S.READY, desired_state=DesiredState.RUNNING, reason=reason)
             return False
         moved = transitions.move(
             row.pk,
             S.DRAINING,
             expected=S.READY,
             reason="It was asleep before it had to start anew: it goes back to sleep.",
-            sleep_level=row.sleep_level or row.model.sleep_level,
+            sleep_level=level,
             stop_force=False,
         )
         dispatch.send_on_commit(dispatch.STOP, row.pk, queue=host_of(row).queue)
@@ -141,6 +156,8 @@ def sleep_apply(instance_id: int) -> None:
     if row is None or row.state != S.DRAINING or row.desired_state != DesiredState.SLEEPING:
         return
     level = row.sleep_level or 1
+    answer_keep(row)
+    awake_record(row)
     try:
         client(row).sleep(level, mode="abort" if row.stop_force else None)
     except EngineSaidNo as exc:
@@ -174,7 +191,7 @@ def wake_apply(instance_id: int) -> None:
     if short:
         transitions.report(row.pk, expected=S.SLEEPING, reason=short, desired_state=DesiredState.SLEEPING)
         return
-    if wake_share_write(row):
+    if wake_share_write(row) or row.limit_acked_revision < row.limit_revision:
         limit_tell(here(row.pk) or row)
     older = row.spec_revision < row.model.spec_revision
     options = f" With the options of revision {row.spec_revision}; saved is {row.model.spec_revision}." if older else ""

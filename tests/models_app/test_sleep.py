@@ -20,6 +20,7 @@ from models_app.engines.client import EngineClient
 from models_app.errors import Conflict, DoesNotFit, EngineUnavailable
 from models_app.models import Instance
 from models_app.services import shares
+from models_app.services.kvcache import LimitAnswer, kvcache_limit_set
 from models_app.services.launch import model_launch
 from models_app.services.models import model_create
 from models_app.services.reconcile import reconcile_host
@@ -243,3 +244,51 @@ def test_engine_hears_its_share_before_it_wakes(
     assert heard == [40 * bundle]
     assert (row.limit_bytes, row.effective_limit_bytes) == (40 * bundle, 40 * bundle)
     assert row.limit_acked_revision == row.limit_revision
+
+
+@pytest.mark.slow
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("when", ["asleep", "waking"])
+def test_limit_set_while_it_cannot_be_told_is_in_force_when_it_is_ready(
+    ready: Instance, pump: Pump, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Queued with a sentence, never lost, and not half-way: asleep it is heard before the wake, waking right after."""
+    instance_sleep(ready, actor="anna")
+    pump.run(lambda: _now(ready).state == S.SLEEPING)
+    wanted = 50 * (_now(ready).bundle_bytes or 0)
+    answers: list[LimitAnswer] = []
+    wake = EngineClient.wake
+
+    def woken(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+        if when == "waking":
+            answers.append(kvcache_limit_set(_now(ready), size=wanted, actor="bert", wait_s=0))
+        else:
+            assert read_segment(_now(ready).ipc_name).limit_bytes == wanted
+        return wake(self, *args, **kwargs)
+
+    monkeypatch.setattr(EngineClient, "wake", woken)
+    if when == "asleep":
+        answers.append(kvcache_limit_set(ready, size=wanted, actor="bert", wait_s=0))
+    instance_wake(ready, actor="anna")
+    pump.run(lambda: _now(ready).state == S.READY and _now(ready).limit_status == LimitStatus.APPLIED)
+    (answer,) = answers
+    assert answer.status == "pending" and "applied as soon as it is" in answer.message
+    assert _now(ready).effective_limit_bytes == read_segment(_now(ready).ipc_name).limit_bytes == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.django_db(transaction=True)
+def test_limit_set_while_it_stops_is_refused_and_while_it_drains_is_told(
+    ready: Instance, pump: Pump, settings: Any
+) -> None:
+    settings.DRAIN_LIMIT_S = 20.0
+    wanted = 50 * (ready.bundle_bytes or 0)
+    with _stream(ready):
+        instance_stop(ready, actor="anna")
+        assert _now(ready).state == S.DRAINING
+        kvcache_limit_set(_now(ready), size=wanted, actor="bert", wait_s=0)
+        pump.run(lambda: _now(ready).limit_acked_revision == 1)
+        assert read_segment(_now(ready).ipc_name).limit_bytes == wanted
+    pump.run(lambda: _now(ready).state in (S.STOPPING, S.STOPPED))
+    with pytest.raises(Conflict, match="a limit can be set while it runs, starts or sleeps"):
+        kvcache_limit_set(_now(ready), size=wanted, actor="bert", wait_s=0)
