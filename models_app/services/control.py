@@ -20,6 +20,7 @@ from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
 from models_app.services import capture, gpu_faults, host_loss, idle, keys, rollout, usage
 from models_app.services.launch import instance_place, replica_make
+from models_app.services.locks import instance_locked
 from models_app.services.operations import OPEN
 from models_app.services.requeue import requeue
 from models_app.services.stop import instance_stop_begin
@@ -150,7 +151,7 @@ def replicas_check() -> None:
                 _make_missing(model, index)
         for index, row in rows.items():
             if index >= model.replicas and row.is_live and row.desired_state == DesiredState.RUNNING:
-                _stop_surplus(row, model)
+                _stop_surplus(row)
 
 
 def _make_missing(model: Model, index: int) -> None:
@@ -163,10 +164,13 @@ def _make_missing(model: Model, index: int) -> None:
         log.info("replica %s of %s was made by somebody else", index, model)
 
 
-def _stop_surplus(row: Instance, model: Model) -> None:
+def _stop_surplus(row: Instance) -> None:
     with transaction.atomic():
-        transitions.report(row.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
-        instance_stop_begin(row, reason=f"Scaled down to {model.replicas}.", actor=ACTOR)
+        locked = instance_locked(row.pk)
+        if locked.replica_index < locked.model.replicas or not locked.is_live:
+            return  # scaled up again since we looked
+        transitions.report(locked.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
+        instance_stop_begin(locked, reason=f"Scaled down to {locked.model.replicas}.", actor=ACTOR)
 
 
 def places_check() -> None:

@@ -132,9 +132,7 @@ def preset_apply(preset: Preset, *, actor: str) -> Operation:
         Preset.objects.select_for_update().get(pk=preset.pk)
         if (other := Operation.objects.filter(kind=PRESET, state__in=OPEN).first()) is not None:
             raise Conflict(f"“{other}” is under way; wait for it, or cancel it.")
-        return operation_create(
-            PRESET, title=f"Apply preset {preset.name}", actor=actor, steps=steps, facts=facts
-        )
+        return operation_create(PRESET, title=f"Apply preset {preset.name}", actor=actor, steps=steps, facts=facts)
 
 
 def _depth(name: str, entries: Mapping[str, Mapping[str, Any]]) -> int:
@@ -230,10 +228,13 @@ def _stop(model: Model | None, actor: str) -> None:
     """Every instance, failed ones too: their restart policy would bring them back."""
     if model is None:
         return
-    for row in Instance.objects.filter(model=model).exclude(state=InstanceState.STOPPED):
-        instance_stop(row, actor=actor)
-    if Model.objects.filter(pk=model.pk, deployed=True).update(deployed=False):
-        events.publish_models_on_commit()
+    with transaction.atomic():
+        # A launch comes before all of this or after it: in between it would be half undone.
+        Model.objects.select_for_update(of=("self",), no_key=True).get(pk=model.pk)
+        if Model.objects.filter(pk=model.pk, deployed=True).update(deployed=False):
+            events.publish_models_on_commit()
+        for row in Instance.objects.filter(model=model).exclude(state=InstanceState.STOPPED):
+            instance_stop(row, actor=actor)
 
 
 def _stale(model: Model) -> bool:

@@ -130,6 +130,15 @@ def test_missing_replicas_are_made(sent: list[Any], on_commit: Any) -> None:
     assert [name for name, *_ in sent] == [dispatch.PLACE, dispatch.PLACE]
 
 
+def test_replica_that_is_wanted_again_since_the_look_is_no_surplus() -> None:
+    model = make_model(replicas=1, deployed=True)
+    seen = make_instance(model=model, replica_index=1)
+    Model.objects.filter(pk=model.pk).update(replicas=2)
+    control._stop_surplus(seen)
+    seen.refresh_from_db()
+    assert (seen.state, seen.desired_state) == (S.READY, DesiredState.RUNNING)
+
+
 def test_surplus_replicas_are_drained_from_the_end() -> None:
     model = make_model(deployed=True, replicas=1)
     rows = [make_instance(model=model, replica_index=index) for index in range(3)]

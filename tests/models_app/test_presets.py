@@ -10,12 +10,13 @@ from gpus_app.models import Host
 from models_app import dispatch
 from models_app.errors import Conflict, InvalidInput
 from models_app.models import Instance, Model, Operation, Preset
-from models_app.services import specs
+from models_app.services import presets, specs
 from models_app.services.launch import model_launch
 from models_app.services.model_fields import POLICY_READERS, READERS
 from models_app.services.models import model_create, model_update
 from models_app.services.operations import operation_cancel, operation_step
 from models_app.services.presets import preset_apply, preset_diff, preset_save
+from models_app.services.stop import instance_stop
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance
 
@@ -219,6 +220,21 @@ def test_stop_ends_when_somebody_launches_the_model_meanwhile() -> None:
     model_launch(Model.objects.get(served_model_name="b"), actor="bert")
     _look(operation)
     assert (operation.state, operation.steps[0]["message"]) == ("failed", "It was launched again meanwhile.")
+
+
+def test_launch_that_falls_into_a_stop_leaves_a_model_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    _running("a")
+    preset = preset_save("one", actor="anna")
+    row = _running("b")
+
+    def stop_and_launch(instance: Instance, *, actor: str) -> None:
+        instance_stop(instance, actor=actor)
+        model_launch(instance.model, actor="bert")
+
+    monkeypatch.setattr(presets, "instance_stop", stop_and_launch)
+    _look(preset_apply(preset, actor="anna"))
+    row.refresh_from_db()
+    assert (row.state, row.desired_state, row.model.deployed) == (S.DRAINING, DesiredState.RUNNING, True)
 
 
 def test_step_that_is_refused_does_not_keep_the_next_from_being_done() -> None:
