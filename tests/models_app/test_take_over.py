@@ -37,6 +37,10 @@ def _now(row: Instance) -> Instance:
 
 @pytest.fixture
 def ready(fleet: Host, pump: Pump) -> Instance:
+    return _launched(fleet, pump)
+
+
+def _launched(fleet: Host, pump: Pump) -> Instance:
     """One ready instance on the first card."""
     model = model_create(
         actor="anna", served_model_name="a", source="catalogue", model="Qwen/Qwen3-0.6B", enable_sleep_mode=True
@@ -113,11 +117,12 @@ def test_stream_finishes_on_the_old_card_while_new_requests_go_to_the_new_one(
 
 
 def test_move_cancelled_while_draining_leaves_the_source_serving_and_removes_the_target(
-    ready: Instance, fleet: Host, pump: Pump, settings: Any
+    fleet: Host, pump: Pump, settings: Any
 ) -> None:
     """SZ-063: the stream goes on, the source takes requests again, nothing else happens afterwards."""
-    settings.DRAIN_LIMIT_S = 60.0
-    stream = Stream(ready, 20_000)
+    settings.DRAIN_LIMIT_S, settings.SARDEENZ_SIM_SPEED = 60.0, 10.0  # the stream outlasts the target's start
+    ready = _launched(fleet, pump)
+    stream = Stream(ready, 12_000)
     stream.start()
     assert stream.begun.wait(10), stream.cut
     operation = instance_move(ready, actor="anna", gpu_uuids=[fleet.gpus.all()[1].uuid])
