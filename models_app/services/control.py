@@ -50,6 +50,7 @@ def reconcile_control() -> None:
         hints_repeat,
         idle.idle_check,
         usage.usage_fold,
+        router_events.router_events_fold,
         keys.graces_end,
         capture.captures_end,
         prune,
