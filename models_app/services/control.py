@@ -18,7 +18,7 @@ from gpus_app.models import Host
 from models_app import broker, dispatch, selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model, Operation
-from models_app.services import capture, gpu_faults, host_loss, idle, keys, rollout, usage
+from models_app.services import capture, gpu_faults, host_loss, idle, keys, rollout, router_events, usage
 from models_app.services.launch import instance_place, replica_make
 from models_app.services.locks import instance_locked
 from models_app.services.operations import OPEN
