@@ -50,6 +50,7 @@ test-faults: dev ## random acts, kills and losses under a whole stack (SEED, STE
 bench: dev       ## measurements; README says what they mean
 	$(BIN)/python -m tests.bench.stack_cost
 	$(BIN)/python -m tests.bench.sampler_cost
+	$(BIN)/python -m tests.bench.cancel
 	$(BIN)/python -m tests.bench
 
 lint: dev        ## ruff, mypy, import rules, templates, Django's own checks, missing migrations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from typing import Any
 
 import httpx
@@ -274,25 +273,19 @@ async def test_error_event_speaks_the_dialect(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_leaves_frees_the_engine_at_once(router: Router, engine: FakeEngine, stream: bool) -> None:
-    gone_at: list[float] = []
+    """How soon is measured by ``tests.bench.cancel``; here, that it happens while the engine says nothing more."""
 
     async def endless(request: Request, answer: Answer) -> None:
         if stream:
             await answer.start()
             await answer.event(content("a"))
-        try:
-            await answer.gone.wait()
-        finally:
-            gone_at.append(time.monotonic())
+        await answer.gone.wait()
 
     engine.behaviour = endless
     _, writer = await raw_stream(router, stream=stream)
     await router.wait_for(lambda: len(engine.requests) == 1)
-    await asyncio.sleep(0.05)
-    left_at = time.monotonic()
     writer.close()
     await router.wait_for(lambda: engine.gone == 1)
-    assert gone_at[0] - left_at < 1.0  # 50 ms on an idle machine; this bound means "at once", not "at the next token"
     await router.wait_for(lambda: router.app.metrics.gone.values.get(("m",)) == 1)
     await router.wait_for(lambda: bool(router.used))
     assert router.used[0]["errors"] == 0
