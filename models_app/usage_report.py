@@ -6,11 +6,12 @@ import csv
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Literal, get_args
 
 from django.db.models import QuerySet
 
+from models_app.errors import InvalidInput
 from models_app.models import UsageRecord
 from models_app.router.usage import INTER_TOKEN_BOUNDS_MS, TTFT_BOUNDS_MS
 
@@ -18,6 +19,7 @@ from models_app.router.usage import INTER_TOKEN_BOUNDS_MS, TTFT_BOUNDS_MS
 By = Literal["all", "day", "key", "model"]
 GROUPINGS: tuple[By, ...] = get_args(By)
 MOST_DAYS = 366
+_DEFAULT_DAYS = 7
 _CSV_ROWS = 500
 
 
@@ -33,6 +35,21 @@ class UsageFilter:
     @property
     def days(self) -> list[date]:
         return [self.start + timedelta(days=n) for n in range((self.end - self.start).days + 1)]
+
+
+def today() -> date:
+    return datetime.now(UTC).date()
+
+
+def days_of(start: date | None = None, end: date | None = None) -> tuple[date, date]:
+    """First and last day: today and the six days before where none are given. Raises InvalidInput for a wrong span."""
+    end = end or today()
+    start = start or end - timedelta(days=min(_DEFAULT_DAYS - 1, (end - date.min).days))
+    if start > end:
+        raise InvalidInput({"start": "The first day lies after the last one."})
+    if (end - start).days >= MOST_DAYS:
+        raise InvalidInput({"start": f"Choose at most {MOST_DAYS} days."})
+    return start, end
 
 
 def quantile(histogram: Mapping[str, int], bounds: Sequence[int], share: float) -> float | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 from django.contrib.auth.models import Group, User
 from django.utils import timezone
 
 from gpus_app.models import Gpu, GpuPolicy, Host
-from models_app.models import ApiKey, Instance, LaunchAttempt, MemoryPolicy, Model, ModelAlias
+from models_app.models import ApiKey, Instance, LaunchAttempt, MemoryPolicy, Model, ModelAlias, UsageRecord
 from models_app.permissions import roles_ensure
 from models_app.services.keys import api_key_create
 from models_app.states import DesiredState, InstanceState, Stage
@@ -140,6 +141,21 @@ def make_attempt(*, instance: Instance, number: int = 1, **fields: Any) -> Launc
 def make_key(*, name: str = "", role: str = "operator", **fields: Any) -> tuple[ApiKey, str]:
     """A key and its secret."""
     return api_key_create(name or f"key{next(_numbers)}", role=role, actor="test", **fields)
+
+
+def make_usage(
+    *, day: date, key: str, model: str, requests: int = 1, prompt: int = 0, completion: int = 0, **fields: Any
+) -> UsageRecord:
+    """What a key used of a model in a day, as the control worker has added it up."""
+    return UsageRecord.objects.create(
+        day=day,
+        key_name=key,
+        served_model_name=model,
+        requests=requests,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        **fields,
+    )
 
 
 def make_record(

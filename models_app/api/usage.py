@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, timedelta
+from datetime import date
 from typing import Annotated, Any
 
 from django.http import HttpRequest
@@ -13,11 +13,10 @@ from gpus_app.api import ERRORS
 from models_app.api.auth import caller_of
 from models_app.api.schemas import Text
 from models_app.api.schemas_access import UsageOut
-from models_app.errors import Forbidden, InvalidInput
-from models_app.forms.usage import DEFAULT_DAYS, today
+from models_app.errors import Forbidden
 from models_app.permissions import role_at_least
 from models_app.presentation.usage_file import csv_response
-from models_app.usage_report import MOST_DAYS, By, UsageFilter, usage_report
+from models_app.usage_report import By, UsageFilter, days_of, usage_report
 
 router = Router()
 
@@ -26,23 +25,17 @@ Day = Annotated[date | None, Query(description="UTC; part of what is shown.")]
 Named = Annotated[Text | None, Query(max_length=128)]
 
 
-def _filter(request: HttpRequest, start: date | None, end: date | None, key: str | None, model: str | None) -> Any:
+def _filter(
+    request: HttpRequest, start: date | None, end: date | None, key: str | None, model: str | None
+) -> UsageFilter:
     """Raises InvalidInput for days in the wrong order, Forbidden for keys that are not the caller's to see."""
-    end = end or today()
-    try:
-        start = start or end - timedelta(days=DEFAULT_DAYS - 1)
-    except OverflowError:
-        raise InvalidInput({"end": "There are no days before it."}) from None
-    if start > end:
-        raise InvalidInput({"start": "The first day lies after the last one."})
-    if (end - start).days >= MOST_DAYS:
-        raise InvalidInput({"start": f"Choose at most {MOST_DAYS} days."})
+    first, last = days_of(start, end)
     caller = caller_of(request)
     if not role_at_least(caller.role, "operator"):
         if caller.key_name is None or key not in (None, caller.key_name):
             raise Forbidden("The usage of other keys is for operators; a viewer's key sees its own.")
         key = caller.key_name
-    return UsageFilter(start, end, key, model)
+    return UsageFilter(first, last, key or None, model or None)
 
 
 @router.get("/usage", response={200: UsageOut, **ERRORS})

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from django import forms
 
-from models_app.usage_report import MOST_DAYS, By, UsageFilter
-
-DEFAULT_DAYS = 7
-
-
-def today() -> date:
-    return datetime.now(UTC).date()
+from models_app.errors import InvalidInput
+from models_app.usage_report import By, UsageFilter, days_of
 
 
 class UsageForm(forms.Form):
@@ -34,13 +28,12 @@ class UsageForm(forms.Form):
 
     def clean(self) -> dict[str, Any]:
         data = super().clean() or {}
-        end = data.get("end") or today()
-        start = data.get("start") or end - timedelta(days=DEFAULT_DAYS - 1)
-        if start > end:
-            self.add_error("start", "The first day lies after the last one.")
-        elif (end - start).days >= MOST_DAYS:
-            self.add_error("start", f"Choose at most {MOST_DAYS} days.")
-        return data | {"start": start, "end": end}
+        if not self.errors:
+            try:
+                data["start"], data["end"] = days_of(data.get("start"), data.get("end"))
+            except InvalidInput as exc:
+                self.add_error("start", exc.fields["start"])
+        return data
 
     def sentences(self) -> list[str]:
         """What is wrong, if anything."""
@@ -49,8 +42,7 @@ class UsageForm(forms.Form):
     def wanted(self) -> tuple[UsageFilter, By]:
         """What is meant; the default for a form that is not valid."""
         if not self.is_valid():
-            end = today()
-            return UsageFilter(end - timedelta(days=DEFAULT_DAYS - 1), end), "all"
+            return UsageFilter(*days_of()), "all"
         data = self.cleaned_data
         wanted = UsageFilter(data["start"], data["end"], data["key"] or None, data["model"] or None)
         return wanted, data["by"] or "all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from django.contrib import admin
 from django.test import Client
 
 from models_app.models import ApiKey, AuditEntry, Instance
-from tests.builders import make_gpu, make_host, make_instance, make_key, make_model, make_user
+from models_app.services.capture import capture_start
+from tests.builders import make_gpu, make_host, make_instance, make_key, make_model, make_usage, make_user
 
 pytestmark = pytest.mark.django_db
 
@@ -70,6 +72,34 @@ def test_a_key_is_revoked_and_not_deleted(client: Client) -> None:
     client.post("/admin/models_app/apikey/", {"action": "revoke", "_selected_action": [key.pk]})
     assert ApiKey.objects.get().revoked_at is not None
     assert client.get(f"/admin/models_app/apikey/{key.pk}/delete/").status_code == 403
+
+
+def test_rotating_a_key_in_the_admin_leads_to_the_page_that_shows_its_secret_once(client: Client) -> None:
+    first, second = make_key()[0], make_key()[0]
+    address = "/admin/models_app/apikey/"
+    response = client.post(address, {"action": "rotate", "_selected_action": [first.pk]})
+    assert response.headers["Location"] == f"/keys/{first.pk}/rotate/"
+    text = client.post(address, {"action": "rotate", "_selected_action": [first.pk, second.pk]}, follow=True).content
+    assert b"Choose one key" in text
+    assert not ApiKey.objects.exclude(rotated_at=None).exists()
+
+
+def test_capture_is_ended_in_the_admin_and_its_permission_is_there_to_give(client: Client) -> None:
+    key, _token = make_key()
+    capture_start(key, actor="anna")
+    client.post("/admin/models_app/apikey/", {"action": "end_capture", "_selected_action": [key.pk]})
+    assert not ApiKey.objects.get().is_captured
+    user = make_user(role="admin")
+    assert "Can capture the requests of a key" in client.get(f"/admin/auth/user/{user.pk}/change/").content.decode()
+
+
+def test_usage_cannot_be_typed_in(client: Client) -> None:
+    row = make_usage(day=date(2026, 11, 30), key="ci", model="a")
+    assert client.get("/admin/models_app/usagerecord/add/").status_code == 403
+    client.post(f"/admin/models_app/usagerecord/{row.pk}/change/", {"requests": 0})
+    row.refresh_from_db()
+    assert row.requests == 1
+    assert client.get(f"/admin/models_app/usagerecord/{row.pk}/delete/").status_code == 403
 
 
 def test_a_host_is_cordoned_through_the_service(client: Client) -> None:
