@@ -19,6 +19,7 @@ from gpus_app.models import Gpu
 from gpus_app.policies import fit
 from gpus_app.policies.base import gib, kept_bytes, kv_headroom_bytes
 from gpus_app.policies.placement import Decision, GpuState, Rejection, Request, choose, ledger_free
+from models_app.engines.arguments import parse_extra_args
 from models_app.models import Instance, MemoryProfile, Model, Operation
 from models_app.states import OCCUPIES_GPU, InstanceState
 
@@ -184,7 +185,21 @@ def launch_facts(model: Model) -> fit.LaunchFacts:
         enforce_eager=model.enforce_eager,
         initial_limit_bytes=model.initial_limit_bytes,
         kvcached=model.kvcached,
+        **({} if model.kvcached else _static_share(model.extra_args)),
     )
+
+
+def _static_share(extra_args: str) -> dict[str, float]:
+    """The share of a card that an engine without kvcached takes, where its extra arguments say another than vLLM's."""
+    given = [
+        argument.values[0]
+        for argument in parse_extra_args(extra_args)[0]
+        if argument.flag.name == "--gpu-memory-utilization" and argument.values
+    ]
+    try:
+        return {"gpu_memory_utilization": float(given[-1])}
+    except (IndexError, ValueError):  # not given, or no number: the engine will say so
+        return {}
 
 
 #: Options of a model that change how much memory an engine takes before any request.

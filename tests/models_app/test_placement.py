@@ -197,6 +197,14 @@ def test_measured_footprint_replaces_the_estimate(host: Host) -> None:
     assert measured.baseline_bytes == 9 * GIB
 
 
+@pytest.mark.parametrize(("extra_args", "share"), [("", 0.9), ("--max-num-seqs 8 --gpu_memory_utilization=0.2", 0.2)])
+def test_share_of_an_engine_without_kvcached_is_what_its_arguments_say(
+    host: Host, extra_args: str, share: float
+) -> None:
+    model = make_model(kvcached=False, extra_args=extra_args)
+    assert place(model, Wish.of(model)).need.total_bytes == int(host.gpus.get(index=0).total_bytes * share)
+
+
 def test_other_options_are_another_footprint() -> None:
     model = make_model()
     before = profile_key(model, "H100")
