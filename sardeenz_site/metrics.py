@@ -18,6 +18,7 @@ from gpus_app.models import Gpu, Host
 from gpus_app.selectors import latest
 from models_app.models import Instance, UsageRecord
 from models_app.services.keys import api_key_check
+from models_app.services.sleep_ram import sleep_ram
 
 GPU_LABELS = ("host", "gpu", "index", "name")
 INSTANCE_LABELS = ("host", "gpu", "model", "instance", "replica")
@@ -107,6 +108,11 @@ def _row_metrics() -> Iterator[Metric]:
     for card in cards:
         closed.add_metric((card.host.name, card.uuid, str(card.index), card.name), float(card.cordoned))
     yield closed
+
+    kept = GaugeMetricFamily("sardeenz_host_sleep_ram_bytes", "Host memory kept for sleepers.", labels=("host",))
+    for ram in sleep_ram(list(Host.objects.all())).values():
+        kept.add_metric((ram.host,), float(ram.held_bytes))
+    yield kept
 
     states = GaugeMetricFamily("sardeenz_instances", "Instances by state.", labels=("model", "state"))
     counts = Instance.objects.order_by().values_list("model__served_model_name", "state").annotate(n=Count("pk"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from models_app.models import Preset
 from models_app.services.host_drain import host_drain
 from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
 from models_app.services.rollout import instance_move, model_roll
+from models_app.services.sleep_ram import sleep_ram
 
 router = Router()
 PresetName = Annotated[str, Path(max_length=64)]
@@ -33,6 +35,17 @@ class MoveIn(Strict):
 class DrainIn(Strict):
     note: Text = ""
     stop: StrictBool = False
+
+
+class SleepersOut(Strict):
+    """Host memory of sleepers of level 1, bytes. ``cap_bytes`` None: no cap (a simulated host without a setting)."""
+
+    host: str
+    sleepers: int
+    held_bytes: int
+    cap_bytes: int | None
+    total_bytes: int
+    available_bytes: int
 
 
 class PresetIn(Strict):
@@ -53,6 +66,13 @@ class DiffOut(Strict):
     name: str
     act: str
     fields: dict[str, Any]
+
+
+def _host(name: str) -> Host:
+    host = Host.objects.filter(name=name).first()
+    if host is None:
+        raise NotFound(f"There is no host named {name!r}.")
+    return host
 
 
 def _preset(name: str) -> Preset:
@@ -77,16 +97,20 @@ def roll_model(request: HttpRequest, served_model_name: ServedName, payload: Emp
     return Status(202, model_roll(model_named(served_model_name), actor=caller_of(request).actor))
 
 
+@router.get("/hosts/{name}/sleepers", response={200: SleepersOut, **ERRORS})
+def get_sleepers(request: HttpRequest, name: HostName) -> Any:
+    """What sleepers keep in the host's memory, and how much they may."""
+    host = _host(name)
+    return asdict(sleep_ram([host])[host.name])
+
+
 @router.post("/hosts/{name}/drain", auth=operator, response={202: OperationOut, **ERRORS})
 def drain_host(request: HttpRequest, name: HostName, payload: DrainIn) -> Any:
     """Cordon the host and move everything away from it, one instance after the other, without downtime.
 
     What fits nowhere else stays and is named; with ``stop`` it is stopped, and waits for a place with its wish kept.
     """
-    host = Host.objects.filter(name=name).first()
-    if host is None:
-        raise NotFound(f"There is no host named {name!r}.")
-    return Status(202, host_drain(host, actor=caller_of(request).actor, note=payload.note, stop=payload.stop))
+    return Status(202, host_drain(_host(name), actor=caller_of(request).actor, note=payload.note, stop=payload.stop))
 
 
 @router.get("/presets", response={200: list[PresetOut], **ERRORS})

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from django.utils import timezone
 
-from gpus_app.models import Gpu
+from gpus_app.models import Gpu, Host
 from models_app.models import Instance, Operation
 from models_app.presentation import words
 from models_app.presentation.board import Board, Row
@@ -17,6 +17,8 @@ from models_app.states import InstanceState, LimitStatus
 
 #: A limit that waits for requests to finish is normal for this long.
 DEFERRED_IS_NEWS_AFTER = timedelta(seconds=10)
+#: A host with a smaller share of its memory free is about to kill something.
+RAM_LOW = 0.05
 
 
 def attention(board: Board, *, may_operate: bool) -> list[Item]:
@@ -35,6 +37,19 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
                     "Neither its worker nor its sampler was heard lately. Its engines may serve on.",
                     f"/gpus/#host-{host.host.pk}",
                     host.host.worker_seen_at or host.host.sampler_seen_at,
+                )
+            )
+        elif _ram_low(host.host):
+            free, total = words.gib(host.host.available_ram_bytes), words.gib(host.host.total_ram_bytes)
+            kept = words.gib(host.sleep_ram.held_bytes if host.sleep_ram else 0)
+            found.append(
+                Item(
+                    2,
+                    "warn",
+                    "gauge",
+                    f"The memory of host {host.host.name} is nearly full",
+                    f"{free} of {total} GiB free; sleepers keep {kept} GiB. Wake or stop a sleeper, or use level 2.",
+                    f"/gpus/#host-{host.host.pk}",
                 )
             )
         elif host.stale:
@@ -122,6 +137,10 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
             found.extend(_of_instance(row, may_operate))
             found.extend(memory_items(row, cards.get(row.gpu.pk) if row.gpu else None, may_operate=may_operate))
     return sorted(found, key=lambda item: item.rank)
+
+
+def _ram_low(host: Host) -> bool:
+    return 0 < host.available_ram_bytes < host.total_ram_bytes * RAM_LOW
 
 
 def _of_instance(row: Row, may_operate: bool) -> list[Item]:

@@ -17,6 +17,7 @@ from models_app.presentation.actions import Action, actions_for
 from models_app.presentation.leftover_view import Holding, Leftover, leftovers_of, unclaimed_bytes
 from models_app.presentation.memory_bar import Bar, Share, with_distinct_slots
 from models_app.services.leftovers import orphans_shown
+from models_app.services.sleep_ram import SleepRam, sleep_ram
 from models_app.states import OCCUPIES_GPU, DesiredState, InstanceState
 
 #: A reading older than this is shown as old.
@@ -92,6 +93,7 @@ class HostCard:
     cards: list[GpuCard] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
     stale_segments: list[str] = field(default_factory=list)
+    sleep_ram: SleepRam | None = None
 
     @property
     def stale(self) -> bool:
@@ -149,6 +151,7 @@ def build_board(role: str | None, *, instances: Iterable[Instance] | None = None
         else:
             homeless.append(make_row(instance, None, {}, role))
     orphans = orphans_shown([host.name for host in hosts]) if hosts else []
+    rams = sleep_ram(hosts)
     found = []
     for host in hosts:
         record = records.get(host.name)
@@ -160,6 +163,7 @@ def build_board(role: str | None, *, instances: Iterable[Instance] | None = None
             read_at=datetime.fromtimestamp(record["t"], UTC) if record else None,
             leftovers=leftovers_of(host.name, orphans, record),
             stale_segments=list(record.get("stale_segments") or ()) if record else [],
+            sleep_ram=rams[host.name],
         )
         for gpu in host.gpus.all():
             found_here = make_card(gpu, readings.get(gpu.uuid), by_gpu.get(gpu.uuid, ()), role)

@@ -23,6 +23,7 @@ from models_app.models import Instance, LaunchAttempt
 from models_app.services import hosts, ready, sleep
 from models_app.services.access import EngineSaidNo, client, here, host_of, run_dir, share_log, status_of
 from models_app.services.ending import find_cause, instance_fail
+from models_app.services.known_answer import answer_differs
 from models_app.services.restart_policy import HOST_RESTARTED
 from models_app.states import HAS_PROCESS, DesiredState, InstanceState, Stage
 
@@ -111,6 +112,10 @@ def _look_at_start(row: Instance, status: Status | None) -> bool:
     answer = _ready_answer(row, folder)
     if answer is None:
         return True
+    if waking and (differs := answer_differs(row)):
+        advice = "Its weights did not come back as they were: it is loaded anew. Report it with its log."
+        instance_fail(row, Cause("wrong_answer", f"Waking failed. {differs}", advice, ""))
+        return False
     if not ready.instance_ready(row, answer, waking=waking):
         return True
     if row.desired_state == DesiredState.SLEEPING:

@@ -154,6 +154,14 @@ def footprint_record(row: Instance) -> bool:
     return True
 
 
+def awake_record(row: Instance) -> None:
+    """Write down what it holds on each GPU before it falls asleep: what the sleep frees is measured against that."""
+    held = [one.get("resident") or 0 for one in _seen(row)]
+    if held and row.attempt is not None:
+        row.attempt.memory = {**row.attempt.memory, "awake_bytes": max(held)}
+        LaunchAttempt.objects.filter(pk=row.attempt.pk).update(memory=row.attempt.memory)
+
+
 def asleep_record(row: Instance) -> None:
     """Write down what a sleeper really still holds on each GPU: what waking needs is the rest."""
     attempt = row.attempt

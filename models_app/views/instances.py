@@ -25,7 +25,9 @@ from models_app.services.launch import instance_restart
 from models_app.services.rebalancing import hand_back
 from models_app.services.rollout import instance_move
 from models_app.services.sleep import instance_sleep, instance_wake
+from models_app.services.sleep_ram import weights_bytes
 from models_app.services.stop import instance_stop, stop_all
+from models_app.states import InstanceState
 from models_app.views.common import (
     act,
     actor_of,
@@ -85,9 +87,20 @@ def _page(row: Instance, role: str | None) -> dict[str, Any]:
         "steps": words.steps(row),
         "starting": words.is_starting(row),
         "attempts": list(row.attempts.all()[:20]),
+        "asleep": asleep_facts(row),
         "events": list(row.events.all()[:EVENTS_SHOWN]),
         "enforcer": words.ENFORCERS.get(row.provider, words.ENFORCERS[""]),
     }
+
+
+def asleep_facts(row: Instance) -> dict[str, int | None] | None:
+    """What a sleeper was measured to hold and to have freed on each GPU, and keeps in its host's memory."""
+    memory = row.attempt.memory if row.attempt else {}
+    holds, before = memory.get("asleep_bytes"), memory.get("awake_bytes")
+    if row.state != InstanceState.SLEEPING or holds is None:
+        return None
+    freed = max(before - holds, 0) if before is not None else None
+    return {"holds": holds, "freed": freed, "ram": weights_bytes(row) if row.sleep_level == 1 else None}
 
 
 def _log_context(row: Instance, attempt: LaunchAttempt | None) -> dict[str, Any]:
