@@ -11,6 +11,10 @@ from gpus_app.policies.make_room import make_room
 from gpus_app.policies.placement import Decision, GpuState, Request, alike, choose, names_of
 
 
+#: vLLM's own share of a card for an engine without kvcached.
+UTILIZATION = 0.9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
     """What is known of a launch before it starts. Bytes are of the whole model unless named otherwise."""
@@ -27,7 +31,7 @@ class LaunchFacts:
     max_num_batched_tokens: int | None = None
     initial_limit_bytes: int | None = None
     kvcached: bool = True
-    gpu_memory_utilization: float = 0.9  # only matters without kvcached: a static reservation
+    gpu_memory_utilization: float = UTILIZATION  # only matters without kvcached: a static reservation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,21 +185,21 @@ def launch_facts(model: Model) -> fit.LaunchFacts:
         enforce_eager=model.enforce_eager,
         initial_limit_bytes=model.initial_limit_bytes,
         kvcached=model.kvcached,
-        **({} if model.kvcached else _static_share(model.extra_args)),
+        gpu_memory_utilization=_static_share(model.extra_args),
     )
 
 
-def _static_share(extra_args: str) -> dict[str, float]:
-    """The share of a card that an engine without kvcached takes, where its extra arguments say another than vLLM's."""
+def _static_share(extra_args: str) -> float:
+    """The share of a card that an engine without kvcached takes: vLLM's, unless the extra arguments say another."""
     given = [
         argument.values[0]
         for argument in parse_extra_args(extra_args)[0]
         if argument.flag.name == "--gpu-memory-utilization" and argument.values
     ]
     try:
-        return {"gpu_memory_utilization": float(given[-1])}
+        return float(given[-1])
     except (IndexError, ValueError):  # not given, or no number: the engine will say so
-        return {}
+        return fit.UTILIZATION
 
 
 #: Options of a model that change how much memory an engine takes before any request.
