@@ -10,7 +10,6 @@ from gpus_app.policies.base import GIB, MIB, GpuView, Harm, InstanceView, Plan, 
 from gpus_app.policies.make_room import make_room
 from gpus_app.policies.placement import Decision, GpuState, Request, alike, choose, names_of
 
-
 #: vLLM's own share of a card for an engine without kvcached.
 UTILIZATION = 0.9
 
