@@ -37,6 +37,7 @@ WAKE = "models_app.wake"
 RECONCILE_HOST = "models_app.reconcile_host"
 HEALTH = "models_app.health"
 REAP = "models_app.reap"
+LOG = "models_app.log"
 
 TASK_NAMES = (
     PLACE,
@@ -57,6 +58,7 @@ TASK_NAMES = (
     RECONCILE_HOST,
     HEALTH,
     REAP,
+    LOG,
 )
 
 

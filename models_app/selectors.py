@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from models_app import broker
 from models_app.engines.progress import tail
+from models_app.engines.redact import redact
 from models_app.models import ApiKey, Instance, InstanceQuerySet, LaunchAttempt, Model, WeightedRoute
 from models_app.states import LIVE, InstanceState
 
@@ -202,7 +203,7 @@ def instance_log(instance: Instance, lines: int = 500, attempt: LaunchAttempt | 
         return []
     run_dir = Path(attempt.run_dir)
     if attempt.host.name == settings.SARDEENZ_HOST_NAME and run_dir.is_dir():
-        return tail(run_dir, lines)
+        return masked(tail(run_dir, lines), attempt)
     if not attempt.ended_at and (connection := broker.client()) is not None:
         try:
             stored = connection.get(log_key(attempt.pk))
@@ -210,8 +211,13 @@ def instance_log(instance: Instance, lines: int = 500, attempt: LaunchAttempt | 
             log.warning("log of attempt %s not read: %s", attempt.pk, exc)
         else:
             if isinstance(stored, bytes):
-                return stored.decode(errors="replace").splitlines()[-lines:]
-    return attempt.log_tail.splitlines()[-lines:]
+                return masked(stored.decode(errors="replace").splitlines()[-lines:], attempt)
+    return masked(attempt.log_tail.splitlines()[-lines:], attempt)
+
+
+def masked(lines: Iterable[str], attempt: LaunchAttempt) -> list[str]:
+    """The lines without secrets: ours by their value, others by what they look like."""
+    return redact(lines, known=(settings.SARDEENZ_HF_TOKEN or "", attempt.instance.engine_token))
 
 
 # --- wanted replicas -------------------------------------------------------------------------------

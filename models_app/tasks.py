@@ -16,6 +16,7 @@ from models_app.services import (
     launch,
     leaks,
     limit_apply,
+    logs,
     operations,
     presets,
     reaping,
@@ -104,6 +105,11 @@ def reconcile_host(host_name: str) -> None:
 @shared_task(name=dispatch.HEALTH, **SLOW)
 def health_check(instance_id: int) -> None:
     health.health_check(instance_id)
+
+
+@shared_task(name=dispatch.LOG, **QUICK)
+def leave_log(attempt_id: int) -> None:
+    logs.attempt_log_leave(attempt_id)
 
 
 @shared_task(name=dispatch.REAP, **QUICK)

@@ -35,6 +35,7 @@ urlpatterns: list[URLPattern] = [
     path("gpus/<int:gpu_id>/uncordon/", policies.gpu_open, name="gpu_uncordon"),
     path("hosts/<int:host_id>/cordon/", policies.host_close, name="host_cordon"),
     path("hosts/<int:host_id>/uncordon/", policies.host_open, name="host_uncordon"),
+    path("instances/<int:instance_id>/propose/<str:kind>/", instances.propose, name="instance_propose"),
     path("hosts/<int:host_id>/leftovers/<int:attempt_id>/end/", policies.leftover_end, name="leftover_end"),
     path("models/", models.models, name="models"),
     path("models/new/", model_form.model_new, name="model_new"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from ninja import Path, Query, Router, Status
 
 from gpus_app.api import ERRORS
@@ -18,6 +19,7 @@ from models_app.api.schemas import (
     LimitIn,
     LimitOut,
     LogOut,
+    ProposalOut,
     SafetyFloorOut,
     SleepIn,
     StopIn,
@@ -33,6 +35,8 @@ from models_app.services.kvcache import (
     kvcache_trim,
 )
 from models_app.services.launch import instance_restart
+from models_app.services.logs import attempt_log, log_name
+from models_app.services.proposals import proposal_take, proposals_of
 from models_app.services.rebalancing import hand_back
 from models_app.services.sleep import instance_sleep, instance_wake
 from models_app.services.stop import instance_stop, stop_all
@@ -59,7 +63,7 @@ def list_instances(
     limit: Annotated[int, Query(ge=1, le=1000)] = 200,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Any:
-    rows = Instance.objects.select_related("model", "host").order_by("-pk")
+    rows = Instance.objects.select_related("model", "host", "attempt").order_by("-pk")
     if state is not None:
         rows = rows.filter(state=state)
     if model is not None:
@@ -72,7 +76,7 @@ def list_instances(
 @router.post("/stop_all", auth=operator, response={202: list[InstanceOut], **ERRORS})
 def stop_every_instance(request: HttpRequest, payload: Empty) -> Any:
     stop_all(actor=caller_of(request).actor)
-    return Status(202, Instance.objects.live().select_related("model", "host"))
+    return Status(202, Instance.objects.live().select_related("model", "host", "attempt"))
 
 
 @router.get("/{instance_id}", response={200: InstanceOut, **ERRORS})
@@ -155,6 +159,34 @@ def get_logs(
         raise NotFound(f"Instance {instance_id} has no start number {attempt}.")
     text = instance_log(instance, lines=lines + 1, attempt=start)
     return {"lines": text[-lines:], "attempt": start.number if start else None, "truncated": len(text) > lines}
+
+
+@router.get("/{instance_id}/proposals", response={200: list[ProposalOut], **ERRORS})
+def get_proposals(request: HttpRequest, instance_id: InstanceId) -> Any:
+    """What would help a start that lacked memory: room, a shorter context, a smaller limit. Empty for any other."""
+    return [asdict(one) for one in proposals_of(instance_by_id(instance_id))]
+
+
+@router.post("/{instance_id}/proposals/{kind}", auth=operator, response={202: InstanceOut, **ERRORS})
+def take_proposal(
+    request: HttpRequest, instance_id: InstanceId, kind: Literal["context", "limit", "room"], payload: Empty
+) -> Any:
+    """Save the proposed option and launch again. For *room* use the model's ``make_room``."""
+    proposal_take(instance_by_id(instance_id), kind, actor=caller_of(request).actor)
+    return Status(202, instance_by_id(instance_id))
+
+
+@router.get("/{instance_id}/attempts/{number}/log", response={200: str, **ERRORS})
+def download_log(
+    request: HttpRequest, instance_id: InstanceId, number: Annotated[int, Path(ge=1, le=2**31 - 1)]
+) -> HttpResponse:
+    """The whole log of one start as ``text/plain``, at most SARDEENZ_LOG_DOWNLOAD_BYTES of it, secrets masked."""
+    instance = instance_by_id(instance_id)
+    start = instance.attempts.select_related("host", "instance").filter(number=number).first()
+    if start is None:
+        raise NotFound(f"Instance {instance_id} has no start number {number}.")
+    headers = {"Content-Disposition": f'attachment; filename="{log_name(instance, start)}"'}
+    return HttpResponse(attempt_log(start), content_type="text/plain; charset=utf-8", headers=headers)
 
 
 @router.get("/{instance_id}/events", response={200: list[EventOut], **ERRORS})

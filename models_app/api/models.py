@@ -68,7 +68,8 @@ def launch_model(request: HttpRequest, served_model_name: ServedName, payload: L
 
     def act() -> tuple[int, dict[str, Any]]:
         started = model_launch(model, actor=caller.actor, **payload.dict())
-        rows = Instance.objects.select_related("model", "host").filter(pk__in=[i.pk for i in started]).order_by("pk")
+        found = Instance.objects.select_related("model", "host", "attempt").filter(pk__in=[i.pk for i in started])
+        rows = found.order_by("pk")
         all_of_them = [InstanceOut.from_orm(row).model_dump(mode="json") for row in rows]
         return 202, all_of_them[0] | {"instances": all_of_them}
 

@@ -227,6 +227,7 @@ class InstanceOut(Schema):
     restart_count: int
     next_restart_at: datetime | None
     first_cause: str
+    last_cause: str
     created_by: str
     created_at: datetime
     ready_at: datetime | None
@@ -235,6 +236,10 @@ class InstanceOut(Schema):
     @staticmethod
     def resolve_model(obj: Instance) -> str:
         return obj.model.served_model_name
+
+    @staticmethod
+    def resolve_last_cause(obj: Instance) -> str:
+        return obj.attempt.cause if obj.attempt else ""
 
     @staticmethod
     def resolve_host(obj: Instance) -> str | None:
@@ -355,6 +360,16 @@ class AttemptOut(Schema):
     @staticmethod
     def resolve_argv(obj: LaunchAttempt) -> list[str]:
         return [str(part) for part in obj.argv]
+
+
+class ProposalOut(Schema):
+    """``kind``: room, context or limit. ``changes``: options that are saved when it is taken."""
+
+    kind: str
+    title: str
+    why: str
+    changes: dict[str, Any]
+    page: str
 
 
 class LogOut(Schema):

@@ -199,6 +199,14 @@ def why(instance: Instance) -> str:
     return instance.reason
 
 
+def causes(instance: Instance) -> dict[str, str] | None:
+    """First and last cause of a series of failures; None while there is no series."""
+    last = instance.attempt.cause if instance.attempt else ""
+    if not instance.restart_count or not instance.first_cause:
+        return None
+    return {"first": instance.first_cause, "last": last or instance.reason}
+
+
 def limit_sentence(instance: Instance, mapped_bytes: int | None) -> str:
     """What a limit that is not simply applied means now, and the way out."""
     if instance.limit_status == LimitStatus.DEFERRED:

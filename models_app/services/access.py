@@ -78,7 +78,7 @@ def share_log(attempt: LaunchAttempt) -> None:
     connection, folder = broker.client(), run_dir(attempt)
     if connection is None or folder is None:
         return
-    lines = tail(folder, _SHARED_LINES)
+    lines = selectors.masked(tail(folder, _SHARED_LINES), attempt)
     try:
         connection.set(selectors.log_key(attempt.pk), "\n".join(lines), ex=_SHARED_S)
     except (redis.RedisError, OSError) as exc:

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
-from models_app import dispatch, transitions
+from models_app import dispatch, selectors, transitions
 from models_app.engines import causes, process
 from models_app.engines.causes import Cause
 from models_app.engines.process import Status
@@ -43,7 +43,7 @@ def attempt_close(attempt: LaunchAttempt | None, status: Status | None, cause: C
         "ended_at": ended,
         "exit_code": status.exit_code if status else None,
         "signal": status.signal if status else None,
-        "log_tail": "\n".join(tail(folder, _TAIL_LINES)) if folder else "",
+        "log_tail": "\n".join(selectors.masked(tail(folder, _TAIL_LINES), attempt)) if folder else "",
     }
     if cause is not None:
         fields |= {"cause_code": cause.code[:64], "cause": cause.sentence[:1000], "advice": cause.advice[:1000]}

@@ -68,7 +68,10 @@ def operation_create(
     instance: Instance | None = None,
     deadline_s: float | None = None,
 ) -> Operation:
-    """Record the plan and send its first step; it fails after ``deadline_s`` (default OPERATION_LIMIT_S). Raises ValueError for a kind that nobody handles."""
+    """Record the plan and send its first step; it fails after ``deadline_s`` (default OPERATION_LIMIT_S).
+
+    Raises ValueError for a kind that nobody handles."""
+    limit_s = settings.OPERATION_LIMIT_S if deadline_s is None else deadline_s
     if kind not in HANDLERS:
         raise ValueError(f"no handler for operations of kind {kind!r}")
     with transaction.atomic():
@@ -80,7 +83,7 @@ def operation_create(
             model=model,
             instance=instance,
             created_by=actor[:150],
-            deadline_at=timezone.now() + timedelta(seconds=settings.OPERATION_LIMIT_S if deadline_s is None else deadline_s),
+            deadline_at=timezone.now() + timedelta(seconds=limit_s),
         )
         audit(actor, f"operation.{kind}", title)
         events.publish_operation_on_commit(operation.pk)

@@ -180,8 +180,7 @@ def _end(row: Instance) -> bool:
 
 
 def _not_gone(row: Instance, progress: StopProgress) -> bool:
-    """Say what is waited for; a process that outlives SIGKILL hangs in the driver: that ends in a visible failure, not in
-    waiting for ever."""
+    """Say what is waited for; what outlives SIGKILL hangs in the driver: a visible failure, no waiting for ever."""
     if progress.asked_s > settings.STOP_LIMIT_S + settings.KILL_LIMIT_S:
         pids = ", ".join(map(str, progress.alive))
         stuck = Cause(

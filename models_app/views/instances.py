@@ -22,6 +22,9 @@ from models_app.presentation.log_lines import log_lines
 from models_app.selectors import instance_log
 from models_app.services.kvcache import kvcache_limit_set, kvcache_safety_floor, kvcache_trim
 from models_app.services.launch import instance_restart
+from models_app.services.logs import attempt_log as attempt_log_text
+from models_app.services.logs import log_name
+from models_app.services.proposals import proposal_take, proposals_of
 from models_app.services.rebalancing import hand_back
 from models_app.services.rollout import instance_move
 from models_app.services.sleep import instance_sleep, instance_wake
@@ -43,7 +46,6 @@ from models_app.views.common import (
 
 EVENTS_SHOWN = 60
 LOG_LINES = 400
-MOST_LOG_LINES = 20_000
 
 
 def _get(instance_id: int) -> Instance:
@@ -88,6 +90,8 @@ def _page(row: Instance, role: str | None) -> dict[str, Any]:
         "starting": words.is_starting(row),
         "attempts": list(row.attempts.all()[:20]),
         "asleep": asleep_facts(row),
+        "causes": words.causes(row),
+        "proposals": proposals_of(row),
         "events": list(row.events.all()[:EVENTS_SHOWN]),
         "enforcer": words.ENFORCERS.get(row.provider, words.ENFORCERS[""]),
     }
@@ -120,7 +124,7 @@ def instance_log_tail(request: HttpRequest, instance_id: int) -> HttpResponse:
     wanted = request.GET.get("attempt", "")
     attempt = row.attempts.filter(number=wanted).first() if wanted.isdecimal() else None
     if "download" in request.GET:
-        return _log_file(row, attempt or row.attempt)
+        return _log_file(row, attempt or row.attempt or row.attempts.first())
     context = _log_context(row, attempt)
     if request.GET.get("have") == str(context["digest"]):
         return HttpResponse(status=204)
@@ -138,13 +142,11 @@ def attempt_log(request: HttpRequest, attempt_id: int) -> HttpResponse:
 
 
 def _log_file(row: Instance, attempt: LaunchAttempt | None) -> HttpResponse:
-    lines = instance_log(row, MOST_LOG_LINES, attempt)
-    name = f"{row.model.served_model_name}-{row.pk}-start{attempt.number if attempt else 0}.log"
-    safe = "".join(char if char.isalnum() or char in "-._" else "_" for char in name)
+    """Bounded (LOG_DOWNLOAD_BYTES), secrets masked, from whichever host it lies on."""
     return HttpResponse(
-        "\n".join(lines) + "\n",
+        attempt_log_text(attempt) if attempt else "",
         content_type="text/plain; charset=utf-8",
-        headers={"Content-Disposition": f'attachment; filename="{safe}"'},
+        headers={"Content-Disposition": f'attachment; filename="{log_name(row, attempt)}"'},
     )
 
 
@@ -327,6 +329,19 @@ def automatic(request: HttpRequest, instance_id: int) -> HttpResponse:
     def work() -> str:
         hand_back(row, actor=actor_of(request))
         return f"The limit of {label_of(row)} follows its policy again."
+
+    return act(request, work, back=_back(request, row), changed={"instances": [row.pk]})
+
+
+@require_POST
+@require_role("operator")
+def propose(request: HttpRequest, instance_id: int, kind: str) -> HttpResponse:
+    """Take one of the proposals after a start that lacked memory."""
+    row = _get(instance_id)
+
+    def work() -> str:
+        taken = proposal_take(row, kind, actor=actor_of(request))
+        return f"Saved, and {label_of(row)} is started again: {taken.title[0].lower()}{taken.title[1:]}."
 
     return act(request, work, back=_back(request, row), changed={"instances": [row.pk]})
 

@@ -59,6 +59,7 @@ WAKE_CALL_LIMIT_S = env_float("SARDEENZ_WAKE_CALL_LIMIT_S", 45.0, minimum=1.0, m
 RESTART_RESET_S = env_float("SARDEENZ_RESTART_RESET_S", 600.0, minimum=1.0)  # ready so long: failures are forgotten
 EVENTS_KEEP_S = env_float("SARDEENZ_EVENTS_KEEP_S", 30 * 86400.0, minimum=3600.0)
 RUNS_KEEP_S = env_float("SARDEENZ_RUNS_KEEP_S", 7 * 86400.0, minimum=3600.0)  # logs of ended starts
+LOG_DOWNLOAD_BYTES = env_bytes("SARDEENZ_LOG_DOWNLOAD_BYTES", 16 * 1024**2)  # of one start's log, the newest
 HUNG_AFTER_S = env_float("SARDEENZ_HUNG_AFTER_S", 60.0, minimum=1.0)  # requests run and nothing moves, then a probe
 PROBE_EVERY_S = env_float("SARDEENZ_PROBE_EVERY_S", 300.0)  # idle so long: one token; 0 is never
 PROBE_LIMIT_S = env_float("SARDEENZ_PROBE_LIMIT_S", 30.0, minimum=1.0, maximum=40.0)

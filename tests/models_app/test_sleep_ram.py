@@ -70,13 +70,13 @@ def test_sleepers_may_keep_half_of_the_hosts_memory_and_are_refused_with_the_num
 def test_cap_is_a_setting(host: Host, settings: Any) -> None:
     settings.SLEEP_RAM_BYTES = 12 * GIB
     instance_sleep(_ready(host), actor="anna")
-    with pytest.raises(DoesNotFit, match="at most 12.0 GiB"):
+    with pytest.raises(DoesNotFit, match=r"at most 12\.0 GiB"):
         instance_sleep(_ready(host, 3), actor="anna")
 
 
 def test_weights_that_the_host_has_no_memory_for_do_not_go_there(host: Host) -> None:
     Host.objects.update(available_ram_bytes=8 * GIB)
-    with pytest.raises(DoesNotFit, match="has 8.0 GiB of memory free, these weights take 10.0 GiB"):
+    with pytest.raises(DoesNotFit, match=r"has 8\.0 GiB of memory free, these weights take 10\.0 GiB"):
         instance_sleep(_ready(host), actor="anna")
 
 
