@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpus_app.policies.base import GIB, MIB
@@ -79,9 +79,11 @@ def test_time_under_load_tells_nothing_of_itself() -> None:
     assert leak(points) is None
 
 
-@given(st.lists(st.integers(-64 * MIB, 64 * MIB), min_size=130, max_size=400))
-def test_what_goes_up_and_down_around_a_level_is_none(noise: list[int]) -> None:
-    points = [Point(i * MINUTE, 4 * GIB + wander, GIB, idle=True) for i, wander in enumerate(noise)]
+@settings(max_examples=40)
+@given(st.lists(st.integers(-400 * MIB, 400 * MIB), min_size=70, max_size=120))
+def test_what_goes_up_and_comes_down_again_is_none(noise: list[int]) -> None:
+    there_and_back = [*noise, *reversed(noise)]
+    points = [Point(i * MINUTE, 4 * GIB + wander, GIB, idle=True) for i, wander in enumerate(there_and_back)]
     assert leak(points) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +108,66 @@ def test_every_instance_in_a_plan_is_needed_in_it(world: World, need: int) -> No
     for id_ in {step.instance_id for step in plan.steps}:
         rest = [step for step in plan.steps if step.instance_id != id_]
         assert min(carried_out(card, rows, rest)) < need
+
+
+@given(worlds(), needs)
+def test_limits_stay_within_the_capacity_and_the_card_within_its_size(world: World, need: int) -> None:
+    """What a plan leaves fits: limits, baselines, what others hold, foreign memory, what is kept, and the newcomer."""
+    card, rows = world
+    plan = make_room(card, rows, need, NOW)
+    by_id = {row.id: row for row in rows}
+    for id_, limit in plan.targets.items():
+        assert limit <= max(by_id[id_].capacity_bytes, by_id[id_].limit_bytes)
+    for step in plan.steps:
+        if step.kind is StepKind.LOWER:
+            assert step.to_bytes <= by_id[step.instance_id].capacity_bytes
+    if plan.feasible:
+        by_claims, _ = carried_out(card, rows, plan.steps)
+        assert by_claims - need >= 0
+
+
+@given(worlds(), needs)
+def test_a_plan_only_lowers_trims_and_ends(world: World, need: int) -> None:
+    """Lowers before raises: there is no raise at all, so nobody can grow into what is made free."""
+    assert StepKind.RAISE not in {step.kind for step in make_room(*world, need, NOW).steps}
+
+
+@given(worlds(), needs)
+def test_a_plan_that_was_carried_out_leaves_nothing_to_do(world: World, need: int) -> None:
+    """It converges in one round: once the bytes are there, the same wish takes no further step."""
+    card, rows = world
+    plan = make_room(card, rows, need, NOW)
+    if not plan.feasible:
+        return
+    after, freed = [], 0
+    for row in rows:
+        mine = [step for step in plan.steps if step.instance_id == row.id]
+        freed += sum(step.expected_bytes for step in mine)
+        kinds = {step.kind: step for step in mine}
+        if StepKind.STOP in kinds:
+            continue
+        if StepKind.SLEEP in kinds:
+            left = kinds[StepKind.SLEEP].to_bytes
+            nothing = dict.fromkeys(("used_bytes", "prealloc_bytes", "evictable_bytes"), 0)
+            sleeper = replace(row, asleep=True, adjustable=False, baseline_bytes=left, reserved_bytes=left, **nothing)
+            after.append(sleeper)
+            continue
+        footprint = row.footprint_bytes - sum(step.expected_bytes for step in mine)
+        lower = kinds.get(StepKind.LOWER)
+        used = min(row.used_bytes, footprint)
+        after.append(
+            replace(
+                row,
+                limit_bytes=lower.to_bytes if lower else row.limit_bytes,
+                used_bytes=used,
+                prealloc_bytes=footprint - used,
+                evictable_bytes=min(row.evictable_bytes, used),
+            )
+        )
+    free = card.free_bytes
+    if free is None:
+        free = card.total_bytes - card.foreign_bytes - sum(row.resident_bytes for row in rows)
+    assert make_room(replace(card, free_bytes=free + freed), after, need, NOW).steps == ()
 
 
 @given(worlds(), needs)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpus_app.policies.base import GIB, MIB, GpuView, Harm, InstanceView, Plan, StepKind, gib, round_up
 from gpus_app.policies.rebalance import rebalance, rebalance_cards
-from tests.gpus_app.policies.worlds import BUNDLES, NOW, apply, claims, gpu, instance, worlds
+from tests.gpus_app.policies.worlds import BUNDLES, NOW, apply, claims, clusters, gpu, instance, worlds
 
 World = tuple[GpuView, list[InstanceView]]
 
@@ -341,6 +341,46 @@ def test_a_tensor_parallel_instance_has_one_limit_for_all_its_cards() -> None:
     assert len([step for step in plan.steps if step.instance_id == 1]) <= 1
     again = rebalance_cards([(card, [rows[row.id] for row in instances]) for card, instances in cards], NOW + 60)
     assert not any(step.kind is StepKind.LOWER for step in again.steps)
+
+
+@given(clusters())
+def test_the_laws_hold_on_every_card_of_a_tensor_parallel_instance(cards: list[World]) -> None:
+    """Sum, capacity, guarantee and floor, lowers first, one step an instance, whole bundles, the same twice."""
+    plan = rebalance_cards(cards, NOW)
+    rows = {row.id: row for _, here in cards for row in here}
+    kinds = [step.kind for step in plan.steps]
+    assert kinds == sorted(kinds, key=lambda kind: kind is StepKind.RAISE)
+    assert len({step.instance_id for step in plan.steps}) == len(plan.steps)
+    for step in plan.steps:
+        row = rows[step.instance_id]
+        assert row.elastic and step.to_bytes <= row.capacity_bytes
+        assert step.to_bytes % row.bundle_bytes == 0 or step.to_bytes == row.lowest_bytes == row.capacity_bytes
+        if step.kind is StepKind.LOWER:
+            assert step.to_bytes >= min(max(row.guarantee_bytes, row.floor_bytes), row.capacity_bytes)
+    if plan.feasible:
+        after = {row.id: row for row in apply(plan, list(rows.values()))}
+        for card, here in cards:
+            assert claims(card, [after[row.id] for row in here]) <= card.total_bytes
+    assert rebalance_cards(cards, NOW) == plan
+    assert rebalance_cards(list(reversed(cards)), NOW).targets == plan.targets
+
+
+@settings(max_examples=60)
+@given(clusters())
+def test_cards_with_tensor_parallel_instances_settle_and_stay(cards: list[World]) -> None:
+    """Readings that do not change: no limit moves for ever, whatever lies across the cards."""
+    rows = {
+        row.id: replace(row, prealloc_bytes=0, used_bytes=min(row.used_bytes, row.lowest_bytes))
+        for _, here in cards
+        for row in here
+    }
+    sentences = []
+    for tick in range(24):
+        now_cards = [(card, [rows[row.id] for row in here]) for card, here in cards]
+        plan = rebalance_cards(now_cards, NOW + 60 * tick)
+        rows = {row.id: row for row in apply(plan, list(rows.values()))}
+        sentences.append(plan.sentence if plan.steps else "")
+    assert not any(sentences[14:]), sentences
 
 
 @given(worlds(4), worlds(3))

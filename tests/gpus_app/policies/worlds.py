@@ -45,22 +45,25 @@ def instances(draw: st.DrawFn, id: int) -> InstanceView:
     evictable = draw(st.integers(0, used // bundle - 1)) * bundle
     running = draw(st.sampled_from([0, 0, 1, 7, 64]))
     waiting = draw(st.sampled_from([0, 0, 0, 3, 200]))
-    elastic = draw(st.sampled_from([True] * 5 + [False]))
+    kind = draw(st.sampled_from(["ready"] * 5 + ["sleeper", "starting", "static"]))
+    elastic = kind == "ready"
+    if kind == "starting":  # nothing is mapped yet: what counts is what it was promised
+        used, evictable, running, waiting = 0, 0, 0, 0
     return InstanceView(
         id=id,
         name=f"m{id}",
         adjustable=elastic,
-        asleep=not elastic and draw(st.booleans()),
+        asleep=kind == "sleeper",
         baseline_bytes=draw(st.integers(0, 20 * GIB)),
         used_bytes=used,
-        prealloc_bytes=draw(st.integers(0, 10)) * bundle,
+        prealloc_bytes=0 if kind == "starting" else draw(st.integers(0, 10)) * bundle,
         evictable_bytes=evictable,
         limit_bytes=limit,
         capacity_bytes=capacity,
         bundle_bytes=bundle,
         floor_bytes=draw(st.integers(0, 12)) * bundle,
         full_context_bytes=draw(st.sampled_from([0, 40])) * bundle,
-        reserved_bytes=draw(st.integers(0, 30 * GIB)),
+        reserved_bytes=draw(st.integers(0 if elastic else GIB, 30 * GIB)),
         running=running,
         waiting=waiting,
         guarantee_bytes=draw(st.sampled_from([0, 0, 512 * MIB, 3 * GIB + 1, 200 * GIB])),
@@ -69,9 +72,11 @@ def instances(draw: st.DrawFn, id: int) -> InstanceView:
         idle_shrink_after_s=draw(st.sampled_from([None, None, 60.0])),
         reclaim=draw(st.sampled_from(["wait", "preempt"])),
         pinned=draw(st.booleans()),
-        sleepable=draw(st.booleans()),
+        sleepable=elastic and draw(st.booleans()),
+        asleep_bytes=draw(st.sampled_from([None, GIB])) if kind in ("ready", "sleeper") else None,
+        tensor_parallel_size=draw(st.sampled_from([1, 1, 2])),
         idle_since=draw(st.sampled_from([None, NOW - 10, NOW - 500])) if running + waiting == 0 else None,
-        ready_since=draw(st.sampled_from([None, NOW - 5, NOW - 5000, NOW - 5000])),
+        ready_since=None if kind == "starting" else draw(st.sampled_from([NOW - 5, NOW - 5000, NOW - 5000])),
         limit_set_at=draw(st.sampled_from([None, NOW - 3, NOW - 300])),
     )
 
@@ -92,6 +97,26 @@ def worlds(draw: st.DrawFn, most: int = 6) -> tuple[GpuView, list[InstanceView]]
         ),
     )
     return card, draw(st.permutations(rows))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[tuple[GpuView, list[InstanceView]]]:
+    """Two or three cards with neighbours of their own and one or two instances that lie on several of them.
+
+    A tensor-parallel instance has one limit and one set of rules; what else is on its cards differs.
+    """
+    count = draw(st.integers(2, 3))
+    cards = []
+    for index in range(count):
+        card, rows = draw(worlds(3))
+        own = [replace(row, id=row.id + 100 * (index + 1), tensor_parallel_size=1) for row in rows]
+        cards.append((replace(card, uuid=f"GPU-{index}"), own))
+    for id_ in range(1, draw(st.integers(1, 2)) + 1):
+        shared = draw(instances(id_))
+        on = draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=count))
+        for index in on:
+            cards[index][1].append(replace(shared, tensor_parallel_size=len(on)))
+    return cards
 
 
 def apply(plan: Plan, rows: Sequence[InstanceView]) -> list[InstanceView]:
