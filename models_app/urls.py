@@ -36,6 +36,7 @@ urlpatterns: list[URLPattern] = [
     path("hosts/<int:host_id>/cordon/", policies.host_close, name="host_cordon"),
     path("hosts/<int:host_id>/uncordon/", policies.host_open, name="host_uncordon"),
     path("instances/<int:instance_id>/propose/<str:kind>/", instances.propose, name="instance_propose"),
+    path("limits/", policies.limits, name="limits"),
     path("hosts/<int:host_id>/leftovers/<int:attempt_id>/end/", policies.leftover_end, name="leftover_end"),
     path("models/", models.models, name="models"),
     path("models/new/", model_form.model_new, name="model_new"),

@@ -18,6 +18,7 @@ from models_app.api.models import ServedName, model_named
 from models_app.api.schemas import Empty, OperationOut, Strict, Text
 from models_app.errors import NotFound
 from models_app.models import Preset
+from models_app.presentation.limits_table import limits
 from models_app.services.host_drain import host_drain
 from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
 from models_app.services.rollout import instance_move, model_roll
@@ -35,6 +36,14 @@ class MoveIn(Strict):
 class DrainIn(Strict):
     note: Text = ""
     stop: StrictBool = False
+
+
+class LimitSettingOut(Strict):
+    group: str
+    name: str
+    value: float
+    text: str
+    what: str
 
 
 class SleepersOut(Strict):
@@ -95,6 +104,12 @@ def move_instance(request: HttpRequest, instance_id: InstanceId, payload: MoveIn
 def roll_model(request: HttpRequest, served_model_name: ServedName, payload: Empty) -> Any:
     """Bring running instances to the saved options, one after another, without downtime."""
     return Status(202, model_roll(model_named(served_model_name), actor=caller_of(request).actor))
+
+
+@router.get("/limits", response={200: list[LimitSettingOut], **ERRORS})
+def list_limits(request: HttpRequest) -> Any:
+    """Every limit that acts end by, as it is set: seconds, numbers or bytes by its name."""
+    return [asdict(one) for one in limits()]
 
 
 @router.get("/hosts/{name}/sleepers", response={200: SleepersOut, **ERRORS})

@@ -55,6 +55,8 @@ def shell(request: HttpRequest) -> dict[str, Any]:
     path = request.path
     if path.startswith(("/instances/", "/presets/", "/routes/")):
         path = "/models/"
+    if path.startswith("/limits/"):
+        path = "/policies/"
     return {
         "theme": theme,
         "theme_now": "dark" if theme == "dark" else "light",

@@ -15,6 +15,7 @@ from models_app.errors import InvalidInput, SardeenzError
 from models_app.forms.policy import HOLDS, GpuPolicyForm, MemoryPolicyForm
 from models_app.models import Instance, Model
 from models_app.permissions import may_risk, require_role
+from models_app.presentation import limits_table
 from models_app.services.cards import policy_of
 from models_app.services.host_drain import host_drain
 from models_app.services.memory_rules import gpu_policy_change
@@ -156,6 +157,13 @@ def gpu_open(request: HttpRequest, gpu_id: int) -> HttpResponse:
         return f"{gpu} takes new instances again."
 
     return act(request, work, back=back_address(request, f"/gpus/{gpu.pk}/"), changed=BOARD)
+
+
+@require_GET
+@require_role("viewer")
+def limits(request: HttpRequest) -> HttpResponse:
+    """Every limit that acts end by, as it is set."""
+    return render(request, "models_app/limits.html", {"limits": limits_table.limits()})
 
 
 @require_http_methods(["GET", "POST"])
