@@ -124,9 +124,11 @@ def _quiet(world: World, begun: float) -> list[str]:
 
 
 def _end(world: World) -> list[str]:
-    """Ctrl-C, after which nothing may be left."""
+    """Ctrl-C, after which nothing may be left; real engines serve on until they are told to end as well."""
     home = world.stack.home
     code = world.stack.end(signal.SIGINT)
+    if world.cast.engine != "simulated":
+        say(world.stack.manage("stop_engines", "--all"))
     found = checks.nothing_left(home, installation_id(home))
     return [f"Ctrl-C ended with {code}", *found] if code else found
 

@@ -34,6 +34,8 @@ class Cast:
     settings: Mapping[str, str]
     #: Tokens of a client's stream: long enough that most faults fall into one, short enough for the drain limit.
     tokens: int
+    #: Seconds between two streams of a client: a real engine on a CPU takes a core for each.
+    pause_s: float
     #: Within so many seconds after the last act of a burst everything must be right; a start has so many.
     quiet_s: float
     start_s: float
@@ -87,6 +89,7 @@ SIMULATED = Cast(
         "SARDEENZ_PLACE_LIMIT_S": "30",
     },
     tokens=300,
+    pause_s=0.3,
     quiet_s=120.0,
     start_s=120.0,
 )
@@ -111,15 +114,14 @@ VLLM = Cast(
     presets={NIGHT: (STEADY, "alpha"), EVENING: (STEADY, "alpha", "beta")},
     clients=(STEADY, "alpha"),
     kinds={
-        "launch": (2, _REAL_VICTIMS),
-        "stop": (1, _REAL_VICTIMS),
+        "launch": (3, _REAL_VICTIMS),
         "restart": (1, _REAL_VICTIMS),
         "move": (1, (STEADY, *_REAL_VICTIMS)),
         "edit": (1, (STEADY, *_REAL_VICTIMS)),
         "cancel": (1, (STEADY, *_REAL_VICTIMS, "")),
-        "preset": (1, (EVENING, NIGHT)),
+        "preset": (1, (EVENING,)),
         "kill": (8, OURS),
-        "kill_engine": (4, PARTS),
+        "kill_engine": (5, PARTS),
         "database": (1, ("",)),
     },
     settings={
@@ -129,7 +131,8 @@ VLLM = Cast(
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     },
-    tokens=200,
+    tokens=100,
+    pause_s=3.0,
     quiet_s=300.0,
     start_s=240.0,
     edit=(256, 448),

@@ -31,12 +31,20 @@ class Streamer(threading.Thread):
     """Asks one model for one stream after the other. ``must_serve``: this model must answer at all times."""
 
     def __init__(
-        self, url: str, key: str, model: str, disturbances: Disturbances, *, tokens: int, must_serve: bool
+        self,
+        url: str,
+        key: str,
+        model: str,
+        disturbances: Disturbances,
+        *,
+        tokens: int,
+        pause_s: float,
+        must_serve: bool,
     ) -> None:
         super().__init__(daemon=True, name=model)
         self._url, self._key, self._model = url, key, model
         self._disturbances = disturbances
-        self._tokens = tokens
+        self._tokens, self._pause_s = tokens, pause_s
         self._must_serve = must_serve
         self._ending = threading.Event()
         self.whole = self.refused = self.excused = 0
@@ -66,7 +74,7 @@ class Streamer(threading.Thread):
                 self.excused += 1
             elif fault:
                 self.violations.append(f"client of {self._model}, {ended - begun:.1f} s into it: {fault}")
-            self._ending.wait(0.3)
+            self._ending.wait(self._pause_s)
 
     def _judge(self, code: int, text: str) -> str:
         if code != 200:

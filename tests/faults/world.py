@@ -64,7 +64,7 @@ class World:
         for name in self.cast.clients:
             streamer = Streamer(
                 f"{self.stack.router_url}/v1/chat/completions", self.api.key, name, self.disturbances,
-                tokens=self.cast.tokens, must_serve=name == STEADY,
+                tokens=self.cast.tokens, pause_s=self.cast.pause_s, must_serve=name == STEADY,
             )  # fmt: skip
             streamer.start()
             self.streamers.append(streamer)
