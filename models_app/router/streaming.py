@@ -19,6 +19,7 @@ from models_app.router.reply import Client, Reply
 from models_app.router.sse import Scanner
 from models_app.router.upstream import Connection
 from models_app.router.usage import Gaps
+from models_app.router.wire import Wire, wire_of
 
 
 class BrokenOff(Exception):
@@ -65,6 +66,7 @@ class EventStream:
         "_sent_bytes",
         "_suspended",
         "_tally",
+        "_wire",
     )
 
     def __init__(
@@ -96,6 +98,7 @@ class EventStream:
         self._sent_bytes = 0
         self._suspended: tuple[Coroutine[Any, Any, None], Any] | None = None
         self._failure: BaseException | None = None
+        self._wire: Wire | None = None
 
     async def run(self, *, first_byte_s: float) -> None:
         """Raises BrokenOff when the stream cannot be ended in order."""
@@ -105,12 +108,14 @@ class EventStream:
         connection.deadline = now + first_byte_s
         connection.deadline_kind = "first_byte_timeout"
         connection.beat_at = now + self._comment_s
+        if self._capture is None and self._limit_bytes is None:
+            self._wire = wire_of(self._send)
         try:
             await self._relay()
         except UpstreamError as exc:
             await self._died(exc)
         finally:
-            connection.sink = None
+            connection.sink = connection.wire_sink = None
             if self._suspended is not None:
                 self._suspended[0].close()
             self._count()
@@ -119,6 +124,8 @@ class EventStream:
         connection, scanner = self._connection, self._scanner
         while True:
             connection.sink = self._hand_on
+            if self._wire is not None:
+                connection.wire_sink = self._pass_on
             block = await connection.block()
             if self._failure is not None:
                 raise self._failure
@@ -160,6 +167,24 @@ class EventStream:
             return False
         self._suspended = (sending, future)
         return False
+
+    def _pass_on(self, chunks: bytes) -> bool:
+        """Called by the connection with whole chunks as they came. False: they have to take the long way."""
+        wire = self._wire
+        gaps = self._gaps
+        if wire is None or wire.disconnected or wire.flow.write_paused or gaps is None:
+            return False
+        if not self._scanner.lets_pass(chunks):
+            return False
+        wire.transport.write(chunks)
+        connection = self._connection
+        now = time.monotonic()
+        connection.deadline = now + self._idle_s
+        connection.beat_at = now + self._comment_s
+        gaps.add(now - self._last_at)
+        self._last_at = now
+        self._pieces += 1
+        return True
 
     def _take(self, block: bytes) -> bytes:
         """Look at what came; answers what is to be handed on."""

@@ -17,6 +17,7 @@ import httptools
 
 from models_app.router.config import RouterConfig
 from models_app.router.errors import StaleConnection, UpstreamError
+from models_app.router.wire import is_whole_chunks
 
 FOREVER = float("inf")
 
@@ -54,6 +55,10 @@ class Connection(asyncio.Protocol):
         self.on_stall: Callable[[], object] | None = None
         #: Takes what comes while the relay waits in ``block``; False means that the relay must look itself.
         self.sink: Callable[[bytes], bool] | None = None
+        #: Takes whole chunks as they came, frame and all; False means that they must be taken apart.
+        self.wire_sink: Callable[[bytes], bool] | None = None
+        self._inside_chunk = False
+        self._between_chunks = False  # the parser has seen whole chunks only: the next byte begins one
 
     # --- the relay's side ------------------------------------------------------------------------------------
 
@@ -169,12 +174,22 @@ class Connection(asyncio.Protocol):
             self.pool.forget(self)
             self.abort()
             return
+        waiter = self._waiter
+        if (
+            self._between_chunks
+            and self.wire_sink is not None
+            and waiter is not None
+            and not waiter.done()
+            and is_whole_chunks(data)
+            and self.wire_sink(data)
+        ):
+            return
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as exc:
             self.fail(UpstreamError("protocol", f"the engine's answer is not HTTP: {exc}"))
             return
-        waiter = self._waiter
+        self._between_chunks = not self._inside_chunk and self.started and data.endswith(b"\r\n")
         if waiter is None or waiter.done() or not self.started:
             return
         if self.sink is not None and self._chunks and not self.complete:
@@ -221,6 +236,12 @@ class Connection(asyncio.Protocol):
         self.status = status
         self.started = True
         self._may_be_kept = self.parser.should_keep_alive()
+
+    def on_chunk_header(self) -> None:
+        self._inside_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self._inside_chunk = False
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
