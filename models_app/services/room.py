@@ -23,7 +23,7 @@ from models_app.models import Instance, MemoryPolicy, Model, Operation
 from models_app.services import placement, specs
 from models_app.services.cards import Card, cards
 from models_app.services.locks import transaction_lock
-from models_app.services.operations import operation_create
+from models_app.services.operations import OPEN, operation_create
 from models_app.services.placement import Wish
 from models_app.services.plan_steps import plan_steps
 from models_app.services.room_steps import (
@@ -42,6 +42,7 @@ __all__ = ["Room", "cards_in_use", "room_judge", "room_make", "room_wake_make", 
 #: Undoing goes on for a while after the time limit of the plan itself.
 _UNDO_S = 600.0
 _IN_USE = "The memory of that GPU is being rearranged already; wait for it, or cancel it."
+_UNDER_WAY = "Room for it is being made already; wait for it, or cancel it."
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,16 @@ def room_make(
     """Carry out the plan for one more instance of ``model``, then launch it.
 
     Raises DoesNotFit, BrokerAway, or Conflict when it fits already, when every replica runs already, or while room is
-    being made on the same card.
+    being made on the same card or for the same replica.
     """
     broker.require()
     rows = selectors.replicas_of(model)
     missing = [index for index in range(model.replicas) if index not in rows or not rows[index].is_live]
     if not missing:
         raise Conflict(f"{model} is launched already; ask for more replicas to have another instance of it.")
+    missing = [index for index in missing if index not in _under_way(model)]
+    if not missing:
+        raise Conflict(_UNDER_WAY)
     wish = Wish.of(model, {"host": host, "gpu_uuids": list(gpu_uuids or ())})
     room = room_judge(model, wish=wish, terms=terms)
     if room.judgement.verdict is fit.Verdict.FITS:
@@ -191,7 +195,15 @@ def _create(kind: str, *, facts: dict[str, Any], **fields: Any) -> Operation:
         transaction_lock("room")
         if cards_in_use() & set(facts["gpu_uuids"]):
             raise Conflict(_IN_USE)
+        if "replica_index" in facts and facts["replica_index"] in _under_way(fields["model"]):
+            raise Conflict(_UNDER_WAY)
         return operation_create(kind, facts=facts, **fields)
+
+
+def _under_way(model: Model) -> set[int]:
+    """Replicas of the model for which room is being made: on another card their victims would be for nothing."""
+    rows = Operation.objects.filter(kind=MAKE_ROOM, model=model, state__in=OPEN).values_list("facts", flat=True)
+    return {int(facts["replica_index"]) for facts in rows if "replica_index" in facts}
 
 
 def tidy_plan(uuid: str, *, how: str) -> tuple[Plan, Card]:

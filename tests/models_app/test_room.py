@@ -284,6 +284,16 @@ def test_promise_ends_where_the_reservation_begins(
     assert placement.gpu_states(other)[0].ledger_free_bytes == before + operation.facts["need_bytes"]
 
 
+def test_room_is_made_once_for_a_replica_even_where_another_card_could_be_cleared(
+    full: Instance, readings: Readings, newcomer: Model
+) -> None:
+    room_make(newcomer, actor="anna")
+    other = make_gpu(host=full.host, index=1)
+    _ready(other, readings, used=whole(70 * GIB))
+    with pytest.raises(Conflict, match="Room for it is being made already"):
+        room_make(newcomer, actor="bert", gpu_uuids=[other.uuid])
+
+
 def test_two_plans_on_one_card_are_refused(full: Instance, readings: Readings, newcomer: Model, gpu: Gpu) -> None:
     room_make(newcomer, actor="anna")
     assert cards_in_use() == {gpu.uuid}
