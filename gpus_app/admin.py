@@ -57,7 +57,7 @@ class HostAdmin(Base):
         "created_at",
     )
     readonly_fields = tuple(name for name in fields if name != "address")
-    actions = ("cordon", "maintenance", "end_maintenance", "uncordon")
+    actions: tuple[str, ...] = ("cordon", "maintenance", "end_maintenance", "uncordon")
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False  # a host enters itself when its worker starts

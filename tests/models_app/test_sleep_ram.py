@@ -140,7 +140,7 @@ def test_pinned_model_never_sleeps(host: Host, monkeypatch: pytest.MonkeyPatch) 
     row = _ready(host, pinned=True, idle_sleep_after_s=10)
     with pytest.raises(Conflict, match="pinned"):
         instance_sleep(row, actor="anna")
-    monkeypatch.setattr(idle.broker, "once_in", lambda *_: True)
+    monkeypatch.setattr("models_app.broker.once_in", lambda *_: True)
     idle.idle_check(now=1e12)
     Instance.objects.filter(pk=row.pk).update(desired_state="sleeping")
     assert not sleep_again(row.pk)
