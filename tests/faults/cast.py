@@ -74,7 +74,7 @@ SIMULATED = Cast(
         "cancel": (3, (STEADY, *_SMALL, "big", "")),
         "limit": (6, (STEADY, *_VICTIMS)),
         "trim": (3, (STEADY, *_VICTIMS)),
-        "make_room": (6, ("big",)),
+        "make_room": (4, ("big",)),
         "preset": (3, (EVENING, NIGHT)),
         "kill": (12, OURS),
         "kill_engine": (8, PARTS),

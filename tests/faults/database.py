@@ -19,6 +19,7 @@ import psutil
 from tests.postgres import start_postgres
 
 Row = dict[str, Any]
+Faults = dict[str, Callable[[float], str]]
 #: A database that is stopped comes back after so many seconds at least and at most.
 AWAY_S = (0.5, 2.5)
 
@@ -27,7 +28,7 @@ class Database(Protocol):
     """``url`` is its DATABASE_URL. ``faults`` are the ways to lose it: each takes a number in [0, 1)."""
 
     url: str
-    faults: dict[str, Callable[[float], str]]
+    faults: Faults
 
     def read(self, query: str) -> list[Row]:
         """Rows of a SELECT; times and JSON come as ``when`` and ``value`` take them."""
@@ -44,7 +45,7 @@ class Sqlite:
     def __init__(self, home: Path) -> None:
         self._path = home / "faults.sqlite3"
         self.url = f"sqlite:///{self._path}"
-        self.faults = {"locked": self._lock}
+        self.faults: Faults = {"locked": self._lock}
         self._holder: threading.Thread | None = None
 
     def read(self, query: str) -> list[Row]:
@@ -82,7 +83,7 @@ class Postgres:
         folder.chmod(0o755)
         self._server = start_postgres(folder / "data")
         self.url = f"postgresql://postgres@/postgres?host={folder / 'data'}"
-        self.faults = {"connections": self._cut, "server": self._stop}
+        self.faults: Faults = {"connections": self._cut, "server": self._stop}
         self._starter: threading.Thread | None = None
 
     def read(self, query: str) -> list[Row]:
