@@ -48,6 +48,7 @@ def status_answer(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str
         "limit_revision": facts.get("limit_revision"),
         "last_change": facts.get("last_change"),
         "last_reclaim": facts.get("last_reclaim"),
+        "last_drift": facts.get("last_drift"),
         "requests": facts.get("requests") or {"running": None, "waiting": None, "stuck": []},
         "sleep": facts.get("sleep") or {"level": None},
         "warnings": facts.get("warnings") or [],

@@ -47,6 +47,7 @@ STATUS_KEYS = (
     "limit_revision",
     "last_change",  # {"size", "revision", "by", "at"} | None
     "drift_bytes",  # segment minus what we wrote last, when a stranger wrote it; else None
+    "last_drift",  # {"found_bytes", "at"} of the last stranger's limit that was put back | None
     "requests",  # {"running", "waiting", "stuck": [{"id", "needs_bytes", "since_s"}]}
     "sleep",  # {"level": None | 1 | 2, ...}
     "last_reclaim",  # {"how", "requests", "tokens", "pause_s", "open", "at"} of the last forced reclaim | None

@@ -241,6 +241,7 @@ class Addon:
             "limit_revision": control.revision,
             "last_change": control.last_change,
             "drift_bytes": drift_seen,
+            "last_drift": pool.guard.last_drift,
             "last_reclaim": self.reclaimer.last,
         }
 

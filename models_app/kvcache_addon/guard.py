@@ -14,6 +14,7 @@ The guard replaces two methods on the manager *instance* and calls the originals
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from models_app.kvcache_addon.floors import HARD_MINIMUM_BUNDLES, Geometry
@@ -35,6 +36,8 @@ class ResizeGuard:
         self.wanted_pages: int | None = None
         #: What the segment holds if nobody else has written it.
         self.written_bytes = start_bytes
+        #: The last limit of a stranger's that was put back: who asks later than the moment is told all the same.
+        self.last_drift: dict[str, Any] | None = None
 
     def install(self) -> None:
         """Put the guard in place; doing it twice does nothing."""
@@ -92,6 +95,7 @@ class ResizeGuard:
         except OSError as exc:
             log.warning("sardeenz: segment %s cannot be put right: %s", self._segment.name, exc)
             return False
+        self.last_drift = {"found_bytes": numbers.limit_bytes if numbers else 0, "at": time.time()}
         found = "missing" if numbers is None else f"at {numbers.limit_bytes}"
         log.warning("sardeenz: segment %s was %s; put back to %d", self._segment.name, found, self.written_bytes)
         return True

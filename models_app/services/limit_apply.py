@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from datetime import UTC, datetime
 from typing import Any
 
 from django.db import transaction
@@ -128,10 +129,12 @@ def _look(row: Instance) -> bool:
         return False
     own = status["segments"][0]
     if row.limit_bytes is None:
+        _put_back(row, status)
         if row.effective_limit_bytes != fields["effective_limit_bytes"]:
             transitions.report(row.pk, **fields)
         return False
-    if _drifted(row, status, own):
+    put_back = _put_back(row, status)
+    if not put_back and _drifted(row, status, own):
         _drift_note(row, int(own.get("limit_bytes") or 0))
         return _send(row)
     state = LimitStatus(own["state"]) if own.get("state") in LimitStatus.__members__.values() else None
@@ -147,6 +150,21 @@ def _look(row: Instance) -> bool:
             waited = (timezone.now() - row.limit_set_at).total_seconds() if row.limit_set_at else 0
             transitions.note(row.pk, "limit", f"KV limit in force after {waited:.0f} s.", actor=row.limit_set_by)
     return (state or LimitStatus(row.limit_status)) in _UNSETTLED
+
+
+def _put_back(row: Instance, status: dict[str, Any]) -> bool:
+    """Whether the engine has put a stranger's limit back since it was last on record; then it is now.
+
+    Whoever asks first has the engine see and put it back: when that was the sampler, nothing else tells any more.
+    """
+    drift = status.get("last_drift") or {}
+    if not drift.get("at"):
+        return False
+    since = datetime.fromtimestamp(float(drift["at"]), UTC)
+    if row.events.filter(kind="drift", at__gte=since).exists():
+        return False
+    _drift_note(row, int(drift.get("found_bytes") or 0))
+    return True
 
 
 def _drift_note(row: Instance, found_bytes: int) -> None:

@@ -144,6 +144,7 @@ def vllm_config(config: Config, max_num_batched_tokens: int) -> SimpleNamespace:
         model_config=SimpleNamespace(
             model=config.model, max_model_len=config.max_model_len, enable_sleep_mode=config.sleep_mode
         ),
+        load_config=SimpleNamespace(load_format=config.load_format),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=config.tensor_parallel_size,

@@ -13,6 +13,7 @@ from models_app import dispatch
 from models_app.engines import process
 from models_app.errors import Conflict
 from models_app.models import Instance
+from models_app.services.access import client
 from models_app.services.kvcache import kvcache_limit_set
 from models_app.services.launch import model_launch
 from models_app.services.limit_apply import limit_apply, trim_apply
@@ -154,3 +155,21 @@ def test_stop_that_meets_a_hanging_handshake_is_carried_through(fleet: Host, pum
     pump.settle(2.0)
     instance_stop(row, actor="anna")
     pump.run(lambda: _now(row).state == S.STOPPED)
+
+
+@pytest.mark.parametrize("wanted", [None, "3G"])
+def test_limit_that_the_engine_has_put_back_before_anybody_asked_is_on_record_all_the_same(
+    fleet: Host, pump: Pump, settings: Any, wanted: str | None
+) -> None:
+    """The sampler's question makes the add-on put it back; the worker asks later, and must still tell of it."""
+    row = _ready(pump, settings, "none")
+    if wanted:
+        kvcache_limit_set(row, size=wanted, actor="anna", wait_s=0)
+        pump.run(lambda: _now(row).limit_status == "applied")
+    good = read_segment(row.ipc_name).limit_bytes
+    write_limit(row.ipc_name, 200 * GIB)
+    client(row).kvcache_status()  # as the sampler asks
+    assert read_segment(row.ipc_name).limit_bytes == good
+    for _ in range(2):
+        limit_apply(row.pk)
+    assert row.events.get(kind="drift").facts["found_bytes"] == 200 * GIB
