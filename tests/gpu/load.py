@@ -109,6 +109,11 @@ class Burst:
             record.digest = hashlib.sha256("".join(text).encode()).hexdigest()[:16]
 
     @property
+    def complete(self) -> bool:
+        """Whether every request got all of its tokens."""
+        return len(self.records) == self.n and all(record.ok for record in self.records)
+
+    @property
     def digests(self) -> list[str]:
         return [record.digest for record in self.records]
 

@@ -1,4 +1,4 @@
-"""Starts the product as an operator would and talks to it over REST, /v1 and NVML."""
+"""Starts the product as an operator would and talks to it over REST and /v1; reads its GPUs by NVML, or the ledger."""
 
 from __future__ import annotations
 
@@ -13,25 +13,41 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pynvml
+
+from gpus_app.probes.sim_ledger import Ledger
+from tests.gpu import folders
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Product:
-    """One running product: ``with Product(home) as p``. Everything it started is ended, the engines too."""
+#: Bytes of the card for which the loads of the steps are written: an H200. Others get their part of them.
+WRITTEN_FOR_BYTES = 143_771 * 2**20
+SIMULATED = {"SARDEENZ_SIM_GPUS": "2", "SARDEENZ_SIM_GPU_BYTES": "48GiB", "SARDEENZ_SIM_SPEED": "20"}
 
-    def __init__(self, home: Path, *, port: int = 8000, router_port: int = 8001, **env: str) -> None:
-        self.home, self.port, self.router_port = home, port, router_port
+
+class Product:
+    """One running product: ``with Product(home) as p``. Everything it started is ended, the engines too.
+
+    ``engine``: "vllm" on this machine's GPUs, or "simulated" on two cards that are none, to prove the steps themselves.
+    """
+
+    def __init__(
+        self, home: Path, *, engine: str = "vllm", port: int = 8000, router_port: int = 8001, **env: str
+    ) -> None:
+        self.home, self.port, self.router_port, self.engine = home, port, router_port, engine
+        self.models = folders.of(engine, home)
         self.env = (
             os.environ
             | {
                 "SARDEENZ_HOME": str(home),
                 "PORT": str(port),
                 "ROUTER_PORT": str(router_port),
-                "SARDEENZ_ENGINE": "vllm",
+                "SARDEENZ_ENGINE": engine,
+                "SARDEENZ_MODEL_ROOTS": str(self.models.parent if engine == "simulated" else self.models),
+                "SARDEENZ_SIM_DIR": str(home / "simgpu"),
                 "SARDEENZ_ADMIN_PASSWORD": "measure-me-once",
             }
+            | (SIMULATED if engine == "simulated" else {})
             | env
         )
         self.base = f"http://127.0.0.1:{port}"
@@ -53,7 +69,18 @@ class Product:
         assert match, out
         self.key = match[0]
         self.http = httpx.Client(base_url=f"{self.base}/api/v1", headers=self.auth, timeout=60)
+        self.wait(lambda: self.call("GET", "/gpus"), 60, "GPUs are read")
+        self.gpus = sorted(self.call("GET", "/gpus"), key=lambda gpu: gpu["index"])
+        self.card_bytes = int(self.gpus[0]["total_bytes"])
         return self
+
+    @property
+    def simulated(self) -> bool:
+        return self.engine == "simulated"
+
+    def many(self, requests: int) -> int:
+        """So many requests on an H200, in proportion on a smaller card."""
+        return max(4, round(requests * min(1.0, self.card_bytes / WRITTEN_FOR_BYTES)))
 
     @property
     def auth(self) -> dict[str, str]:
@@ -112,7 +139,13 @@ class Product:
         state = self.until(instance["id"], {"ready", "failed"}, wait_s)
         if state["state"] != "ready":
             raise RuntimeError(f"{name}: {state['state']}: {state['reason']}")
-        return state | {"launch_s": round(time.monotonic() - start, 2)}
+        took = round(time.monotonic() - start, 2)
+        routed = self.wait(lambda: self._serves(name), 60, f"the router serves {name}", 0.05)
+        return state | {"launch_s": took, "routed_after_s": round(routed, 2)}
+
+    def _serves(self, name: str) -> bool:
+        body = {"model": name, "prompt": [40, 41], "max_tokens": 1}
+        return httpx.post(f"{self.router}/v1/completions", json=body, headers=self.auth, timeout=60).status_code == 200
 
     def until(self, instance_id: int, states: set[str], limit_s: float) -> dict[str, Any]:
         last: dict[str, Any] = {}
@@ -131,21 +164,56 @@ class Product:
         return dict(answer) | {"call_s": round(time.monotonic() - start, 3)}
 
 
-class Meter(threading.Thread):
-    """The device's used bytes, 50 times a second (NVML version 2: without the driver's reserve)."""
+class Device:
+    """What the GPUs tell: used bytes, and who holds them. NVML's version 2 leaves the driver's reserve out."""
 
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(daemon=True)
+    def __init__(self) -> None:
+        import pynvml
+
+        self.nvml = pynvml
         pynvml.nvmlInit()
-        self.handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        self.handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+    def used(self, index: int) -> int:
+        return int(self.nvml.nvmlDeviceGetMemoryInfo(self.handles[index], version=self.nvml.nvmlMemory_v2).used)
+
+    def pids(self, index: int) -> set[int]:
+        return {row.pid for row in self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handles[index])}
+
+
+class SimulatedDevice(Device):
+    """The same of simulated cards, from their ledger."""
+
+    def __init__(self, product: Product) -> None:
+        self.ledger = Ledger(product.home / "simgpu")
+        self.uuids = [gpu["uuid"] for gpu in product.gpus]
+
+    def used(self, index: int) -> int:
+        return self.ledger.used_bytes(self.uuids[index])
+
+    def pids(self, index: int) -> set[int]:
+        return {row.pid for row in self.ledger.read().get(self.uuids[index], ())}
+
+
+class Meter(threading.Thread):
+    """Used bytes of the first GPU, 50 times a second (20 on simulated ones)."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__(daemon=True)
+        self.device = SimulatedDevice(product) if product.simulated else Device()
+        self.every_s = 0.05 if product.simulated else 0.02
         self.points: list[tuple[float, int]] = []
         self.ended = threading.Event()
 
-    def used(self) -> int:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self.handle, version=pynvml.nvmlMemory_v2).used)
+    def used(self, index: int = 0) -> int:
+        return self.device.used(index)
+
+    def pids(self, index: int) -> set[int]:
+        """Processes that hold memory of the GPU."""
+        return self.device.pids(index)
 
     def run(self) -> None:
-        while not self.ended.wait(0.02):
+        while not self.ended.wait(self.every_s):
             self.points.append((time.monotonic(), self.used()))
 
     def first_below(self, level: int, since: float) -> float | None:
