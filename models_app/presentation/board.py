@@ -78,6 +78,11 @@ class GpuCard:
     leftovers: list[Holding] = field(default_factory=list)
 
     @property
+    def strangers_bytes(self) -> int:
+        """Memory of processes that are neither an instance's nor a leftover of ours."""
+        return max(0, self.bar.other_bytes - sum(one.bytes for one in self.leftovers))
+
+    @property
     def held(self) -> bool:
         return bool(self.policy and self.policy.held_until and self.policy.held_until > timezone.now())
 

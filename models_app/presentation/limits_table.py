@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from django.conf import settings
 
-from models_app.presentation.words import duration, gib
+from models_app.presentation.words import duration, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +117,5 @@ def limits() -> list[Limit]:
 
 def _text(name: str, value: float) -> str:
     if name.endswith("_S"):
-        return f"{value:g} s" if value < 120 else f"{value:g} s ({duration(value)})"
-    return f"{gib(int(value))} GiB" if name.endswith("_BYTES") else f"{value:g}"
+        return f"{value:g} s" if value < 120 else f"{value:.0f} s ({duration(value)})"
+    return size(int(value)) if name.endswith("_BYTES") and value else f"{value:g}"

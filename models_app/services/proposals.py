@@ -55,9 +55,13 @@ def proposals_of(row: Instance) -> list[Proposal]:
 
 def _room(row: Instance, need_bytes: int, have_bytes: int) -> Proposal:
     numbers = f"It needs about {gib(need_bytes)} per GPU, the emptiest has {gib(have_bytes)} to give."
-    short = f" {gib(need_bytes - have_bytes)} are missing." if need_bytes > have_bytes else ""
-    why = f"{numbers}{short} The plan is shown before anything is done: caches trimmed, limits of the idle lowered."
-    return Proposal(ROOM, "Make room on a GPU, then launch it", why, {}, f"/models/{row.model_id}/launch/")
+    page = f"/models/{row.model_id}/launch/"
+    if need_bytes <= have_bytes:
+        why = f"{numbers} There was less when it failed, or it takes more than reckoned: look at the plan first."
+        return Proposal(ROOM, "Launch it where there is room now", why, {}, page)
+    short = f"{gib(need_bytes - have_bytes)} are missing."
+    why = f"{numbers} {short} The plan is shown before anything is done: caches trimmed, limits of the idle lowered."
+    return Proposal(ROOM, "Make room on a GPU, then launch it", why, {}, page)
 
 
 def _context(row: Instance, attempt: LaunchAttempt, kv_room: int) -> list[Proposal]:

@@ -105,3 +105,11 @@ def test_viewer_sees_leftovers_and_ends_none(gpu: Gpu) -> None:
     assert "Leftover processes of start 902" in text
     assert "/leftovers/902/end/" not in text
     assert client.post(f"/hosts/{Host.objects.get().pk}/leftovers/902/end/").status_code == 403
+
+
+def test_leftover_is_not_counted_to_strangers_too(gpu: Gpu) -> None:
+    _orphan(gpu)
+    part = {"id": 901, "name": "old-model", "ipc": "sz-test0000-i901-a902", "resident": 5 * GIB}
+    _read(gpu, instances=[part], other=2 * GIB, used=7 * GIB, free=gpu.total_bytes - 7 * GIB)
+    text = client_of().get("/gpus/").content.decode()
+    assert 'other processes <span data-f="other">2.0</span>' in text

@@ -36,6 +36,7 @@ def test_limits_are_shown_as_they_are_set(settings: Any, client: Client) -> None
     page = client_of("viewer").get("/limits/").content.decode()
     assert "600 s (10 min)" in page
     assert "32.0 GiB" in page
+    assert "16 MiB" in page
     headers = {"Authorization": f"Bearer {make_key(role='viewer')[1]}"}
     shown = {one["name"]: one["value"] for one in client.get("/api/v1/limits", headers=headers).json()}
     assert (shown["SARDEENZ_DRAIN_LIMIT_S"], len(shown)) == (600.0, len(limits()))

@@ -140,3 +140,8 @@ def test_button_on_the_page_does_it(host: Host) -> None:
     client_of().post(f"/instances/{row.pk}/propose/context/")
     row.refresh_from_db()
     assert row.state == S.PENDING
+
+
+def test_room_that_is_there_meanwhile_is_said_to_be_there(host: Host) -> None:
+    (room, *_) = proposals_of(_failed(host, neighbour_gib=2))
+    assert room.title == "Launch it where there is room now"

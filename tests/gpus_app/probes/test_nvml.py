@@ -5,9 +5,9 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from gpus_app.probes.grades import Grade
 from gpus_app.probes import nvml, xid
 from gpus_app.probes.base import GpuProcess
+from gpus_app.probes.grades import Grade
 from gpus_app.probes.nvml import NvmlProbe
 from tests.gpus_app.probes.fake_nvml import GIB, FakeCard, FakeNvml
 
