@@ -1,4 +1,4 @@
-"""The whole chain of a GPU fault: XID, closed card, model moved under its clients; pages, REST and metrics tell of it."""
+"""The whole chain of a GPU fault: XID, closed card, model moved under its clients; told on pages, REST and metrics."""
 
 from __future__ import annotations
 
