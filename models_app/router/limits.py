@@ -84,7 +84,7 @@ class Limiter:
             requests.level -= 1.0
             spending.requests_due += 1
         spending.inflight += 1
-        return self._headers(spending)
+        return self._headers(key, spending)
 
     def leave(self, key: Key, tokens: int) -> None:
         """The request ended and used ``tokens`` tokens in all."""
@@ -115,11 +115,11 @@ class Limiter:
             "rate_limit_exceeded" if what != "concurrency" else "concurrency_limit_exceeded",
             f"The key '{key.name}' is limited to {limit}. Try again in {max(1, round(wait_s + 0.5))} s.",
             retry_after_s=max(1.0, wait_s),
-            headers=tuple(self._headers(spending)),
+            headers=tuple(self._headers(key, spending)),
         )
 
     @staticmethod
-    def _headers(spending: Spending) -> list[Header]:
+    def _headers(key: Key, spending: Spending) -> list[Header]:
         headers: list[Header] = []
         for name, bucket in ((b"requests", spending.requests), (b"tokens", spending.tokens)):
             if bucket is not None:
@@ -128,6 +128,10 @@ class Limiter:
                 headers.append((b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute))
                 headers.append((b"x-ratelimit-remaining-" + name, b"%d" % left))
                 headers.append((b"x-ratelimit-reset-" + name, b"%.3fs" % full_in))
+        if key.max_concurrency is not None:
+            free = max(0, key.max_concurrency - spending.inflight - spending.inflight_elsewhere)
+            headers.append((b"x-ratelimit-limit-concurrency", b"%d" % key.max_concurrency))
+            headers.append((b"x-ratelimit-remaining-concurrency", b"%d" % free))
         return headers
 
     # --- several processes ------------------------------------------------------------------------------

@@ -271,6 +271,10 @@ class Door:
             "model_at_capacity",
             f"The model '{self.route.name}' is limited to {self.route.max_concurrency} requests at once.",
             retry_after_s=2,
+            headers=(
+                (b"x-ratelimit-limit-model-concurrency", b"%d" % (self.route.max_concurrency or 0)),
+                (b"x-ratelimit-remaining-model-concurrency", b"0"),
+            ),
         )
 
     def _count_queued(self) -> None:

@@ -390,6 +390,7 @@ async def test_cap_of_a_model_refuses_with_429_when_too_many_wait(engine: FakeEn
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=5)
         response = done.pop().result()
         assert (response.status_code, response.json()["error"]["code"]) == (429, "model_at_capacity")
+        assert response.headers["x-ratelimit-limit-model-concurrency"] == "1"
         assert "retry-after" in response.headers
         for one in pending:
             one.cancel()

@@ -65,7 +65,22 @@ def test_raised_limit_counts_at_once(clock: list[float]) -> None:
 def test_lifted_limit_counts_at_once(clock: list[float]) -> None:
     limiter = Limiter()
     limiter.enter(a_key(rpm=1, max_concurrency=9))
-    assert limiter.enter(a_key(max_concurrency=9)) == []
+    headers = dict(limiter.enter(a_key(max_concurrency=9)) or [])
+    assert b"x-ratelimit-limit-requests" not in headers
+    assert headers[b"x-ratelimit-remaining-concurrency"] == b"7"
+
+
+def test_too_many_at_once_are_told_the_limit_and_when_to_come_again(clock: list[float]) -> None:
+    limiter, key = Limiter(), a_key(max_concurrency=1)
+    limiter.enter(key)
+    with pytest.raises(RouterError) as refused:
+        limiter.enter(key)
+    headers = dict(refused.value.response_headers(b""))
+    assert headers[b"x-ratelimit-limit-concurrency"] == b"1"
+    assert headers[b"x-ratelimit-remaining-concurrency"] == b"0"
+    assert int(headers[b"retry-after"]) >= 1
+    limiter.leave(key, 0)
+    limiter.enter(key)
 
 
 def test_limit_of_nothing_lets_nothing_through(clock: list[float]) -> None:
