@@ -39,7 +39,7 @@ class RouterConfig:
     queue_wait_s: float = 900.0
     slot_wait_s: float = 30.0  # for a place under the model's concurrency cap
     slot_queue_limit: int = 64
-    demand_repeat_s: float = 10.0  # the wish is a hint: say it again while someone waits
+    demand_repeat_s: float = 5.0  # the wish is a hint: say it again while someone waits
     failed_demand_s: float = 30.0  # a failed model is asked for again no more often than this
     commit_stream_s: float = 5.0  # a waiting stream gets its headers and comments from then on
     comment_s: float = 10.0  # silence after which a stream gets an SSE comment

@@ -20,7 +20,7 @@ from models_app.services.operations import OPEN
 from models_app.services.room_steps import MAKE_ROOM
 from models_app.services.sleep import instance_wake
 from models_app.services.thrash import ON_DEMAND
-from models_app.states import InstanceState
+from models_app.states import DesiredState, InstanceState
 
 log = logging.getLogger(__name__)
 S = InstanceState
@@ -47,6 +47,10 @@ def model_demand(served_model_name: str) -> None:
     rows = list(selectors.replicas_of(model).values())
     if any(row.state in _COMING for row in rows) or _is_under_way(model):
         _note(model, "", "")
+        return
+    if any(row.state == S.DRAINING and row.desired_state == DesiredState.SLEEPING for row in rows):
+        # Calling it back now could leave an engine asleep that counts as ready; awake again is soon enough.
+        _note(model, "waits", "It is going to sleep at this moment and wakes when it is there.")
         return
     sleeper = next((row for row in rows if row.state == S.SLEEPING), None)
     try:

@@ -263,6 +263,33 @@ def test_refusal_runs_out_so_that_it_is_asked_for_again(gpu: Gpu, readings: Read
     assert RouteTable.from_snapshot(routes_snapshot()).models["new"].refused == ""
 
 
+# --- one who is leaving ----------------------------------------------------------------------------
+
+
+def test_one_who_is_being_stopped_starts_again_after_its_end(gpu: Gpu, readings: Readings) -> None:
+    """E5."""
+    row = _neighbour(gpu, readings, "old")
+    transitions.move(row.pk, S.DRAINING, expected=S.READY, reason="idle", desired_state=DesiredState.STOPPED)
+    model_demand("old")
+    row.refresh_from_db()
+    assert (row.state, row.desired_state) == (S.DRAINING, DesiredState.RUNNING)
+    assert Instance.objects.count() == 1
+
+
+def test_one_who_is_falling_asleep_gets_there_and_is_woken(gpu: Gpu, readings: Readings, on_commit: Any) -> None:
+    """E5."""
+    row = _neighbour(gpu, readings, "old")
+    transitions.move(row.pk, S.DRAINING, expected=S.READY, reason="idle", desired_state=DesiredState.SLEEPING)
+    model_demand("old")
+    row.refresh_from_db()
+    assert (row.state, row.desired_state) == (S.DRAINING, DesiredState.SLEEPING)
+    assert _facts(row.model)["code"] == "waits"
+    _falls_asleep(row, readings)
+    model_demand("old")
+    row.refresh_from_db()
+    assert (row.state, row.desired_state) == (S.SLEEPING, DesiredState.RUNNING)
+
+
 # --- thrash ----------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from models_app.router.metrics import Metrics
 from models_app.router.metrics_share import MetricsFiles
 from models_app.router.usage import Gaps, UsageBook
-from tests.models_app.router.support import FakeEngine, Router, key, model, running_router
+from tests.models_app.router.support import Answer, FakeEngine, Request, Router, content, key, model, running_router
 
 
 def test_usage_given_back_is_added_up() -> None:
@@ -75,6 +77,32 @@ async def test_no_prompt_is_kept(engine: FakeEngine) -> None:
         state = [vars(router.app), vars(router.app.usage), router.app.metrics.snapshot()]
         assert secret not in repr(state)
         assert router.app.buffered.held == 0
+
+
+async def test_first_token_is_the_first_text_and_not_the_role(router: Router, engine: FakeEngine) -> None:
+    """SZ-108."""
+
+    async def slow_text(request: Request, answer: Answer) -> None:
+        await answer.start()
+        role = content("")
+        role["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        await answer.event(role)
+        await asyncio.sleep(0.3)
+        await answer.event(content("a"))
+        await answer.event("[DONE]")
+        await answer.end()
+
+    engine.behaviour = slow_text
+    assert (await router.chat(stream=True)).status_code == 200
+    await router.wait_for(lambda: bool(router.used))
+    assert router.used[0]["ttft_ms_sum"] >= 300
+
+
+def test_documents_list_exactly_the_metrics_that_there_are() -> None:
+    """SZ-117: and none has a name that an engine uses."""
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    listed = set(re.findall(r"`(sardeenz_router_\w+)`", readme))
+    assert listed == {one.name for one in Metrics().all()}
 
 
 def test_histogram_is_in_seconds() -> None:
