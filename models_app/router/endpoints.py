@@ -1,7 +1,9 @@
 """The allow-list: which paths exist, and what the router must know of each.
 
 A path that is not here does not exist, whatever an engine offers: developer routes, ``/metrics``, ``/kvcache/*``,
-``/invocations`` and the ``render`` routes are never reachable. The path that goes upstream is the constant written
+``/invocations`` and the ``render`` routes are never reachable. Left out as well are what vLLM offers only when it is
+started in a special way (``/cohere/v2/chat``, ``/inference/v1/generate``, the WebSocket ``/v1/realtime``) and answers
+that live in one engine's memory (``/v1/responses/{id}``). The path that goes upstream is the constant written
 here, never what the client sent, and no query string goes with it.
 """
 
@@ -35,6 +37,7 @@ _ALL = (
     Endpoint("/v1/messages", Dialect.ANTHROPIC, streams=True, length_fields=("max_tokens",)),
     Endpoint("/v1/messages/count_tokens", Dialect.ANTHROPIC),
     Endpoint("/v1/embeddings", prompt_field="input"),
+    Endpoint("/v2/embed"),
     Endpoint("/v1/rerank"),
     Endpoint("/v2/rerank"),
     Endpoint("/rerank"),

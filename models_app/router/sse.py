@@ -187,17 +187,25 @@ class AnswerTail:
 
         Inside a JSON string every quote is escaped, so text that an engine generated cannot look like the key here.
         """
+        for name in (b'"usage"', b'"billed_units"'):  # the latter is Cohere's
+            found = self._told(name)
+            if found is not None:
+                return max(0, found[0]), max(0, found[1])
+        return 0, 0
+
+    def _told(self, name: bytes) -> tuple[int, int] | None:
+        """The last object of this name that tells tokens."""
         tail = self._tail
-        at = tail.rfind(b'"usage"')
+        at = tail.rfind(name)
         while at >= 0:
-            start = tail.find(b"{", at, at + 12)
+            start = tail.find(b"{", at, at + len(name) + 5)
             if start >= 0:
                 told = _object_at(tail, start)
                 found = None if told is None else usage_of({"usage": told})
                 if found is not None:
-                    return max(0, found[0]), max(0, found[1])
-            at = tail.rfind(b'"usage"', 0, at)
-        return 0, 0
+                    return found
+            at = tail.rfind(name, 0, at)
+        return None
 
 
 def _object_at(data: bytes, start: int) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ def event(data: Any) -> bytes:
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
+COHERE = b'{"id":"e","embeddings":{"float":[[0.1]]},"meta":{"billed_units":{"input_tokens":7}}}'
 CONTENT = event({"choices": [{"index": 0, "delta": {"content": 'he said "usage": {"a":1}'}}]})
 USAGE = event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}})
 DONE = b"data: [DONE]\n\n"
@@ -138,3 +139,9 @@ def test_answer_without_usage_counts_nothing(body: bytes) -> None:
     tail = AnswerTail()
     tail.feed(body)
     assert tail.usage() == (0, 0)
+
+
+def test_cohere_tells_its_tokens_under_another_name() -> None:
+    tail = AnswerTail()
+    tail.feed(COHERE)
+    assert tail.usage() == (7, 0)
