@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -209,11 +209,24 @@ def _limit_set(
             row = _locked(instance)
             _check(row, wanted, force)
             revision = _write(row, wanted, actor, force, reclaim, automatic=False)
+            moving = _write_successor(row, wanted, actor, force, reclaim)
     later = _LATER.get(InstanceState(row.state))
     if later is not None:
         row.refresh_from_db()
-        return _answer(row, {"status": LimitStatus.PENDING, "requested_bytes": wanted})
-    return _wait(row, revision, wanted, wait_s)
+        answer = _answer(row, {"status": LimitStatus.PENDING, "requested_bytes": wanted})
+    else:
+        answer = _wait(row, revision, wanted, wait_s)
+    return replace(answer, warnings=[*answer.warnings, moving]) if moving else answer
+
+
+def _write_successor(row: Instance, wanted: int, actor: str, force: bool, reclaim: str | None) -> str:
+    """The same wish for the instance that is taking over from this one, or it would end with it. A sentence, or ''."""
+    successor = Instance.objects.live().filter(replaces=row).first()
+    if successor is None:
+        return ""
+    new = _locked(successor)
+    _write(new, wanted, actor, force, reclaim, automatic=False)
+    return f"It is moving: the instance that takes over ({new.state}) gets the same limit."
 
 
 def _locked(instance: Instance) -> Instance:

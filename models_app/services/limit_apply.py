@@ -169,10 +169,11 @@ def _put_back(row: Instance, status: dict[str, Any]) -> bool:
 
 def _drift_note(row: Instance, found_bytes: int) -> None:
     wanted = row.limit_bytes or row.capacity_bytes or 0
+    act = f"set the limit to {gib(found_bytes)}" if found_bytes else "deleted its KV segment, or set its limit to 0"
     transitions.note(
         row.pk,
         "drift",
-        f"Somebody else set the limit to {gib(found_bytes)}; {gib(wanted)} is put back.",
+        f"Somebody else {act}; {gib(wanted)} is put back.",
         facts={"found_bytes": found_bytes, "wanted_bytes": wanted},
     )
 

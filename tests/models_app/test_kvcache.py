@@ -94,6 +94,16 @@ def test_limit_of_an_instance_that_cannot_take_it_now_is_kept(sent: list[Any], s
     assert sent == []
 
 
+def test_limit_of_an_instance_that_moves_goes_along_and_says_so(sent: list[Any]) -> None:
+    """Set in the middle of a move it would else end with the instance that is on its way out."""
+    row = make_instance()
+    new = make_instance(model=row.model, replaces=row, state=S.STARTING)
+    answer = kvcache_limit_set(row, size="3G", actor="anna", wait_s=0)
+    new.refresh_from_db()
+    assert (new.limit_bytes, new.limit_automatic, new.limit_set_by) == (3 * GIB, False, "anna")
+    assert answer.warnings == ["It is moving: the instance that takes over (starting) gets the same limit."]
+
+
 @pytest.mark.parametrize("state", [S.STOPPING, S.STOPPED, S.FAILED])
 def test_limit_of_an_instance_on_its_way_out_is_refused(sent: list[Any], state: InstanceState) -> None:
     with pytest.raises(Conflict, match=state):
