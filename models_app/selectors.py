@@ -148,7 +148,7 @@ def _key(key: ApiKey, now: datetime) -> list[dict[str, Any]]:
         "name": key.name,
         "digest": key.digest,
         "role": key.role,
-        "models": [model.served_model_name for model in key.allowed_models.all()] or None,
+        "models": [model.served_model_name for model in key.allowed_models.all()] if key.is_scoped else None,
         "expires_at": key.expires_at.timestamp() if key.expires_at else None,
         "rpm": key.requests_per_minute,
         "tpm": key.tokens_per_minute,

@@ -96,6 +96,7 @@ class KeyOut(Schema):
     prefix: str
     role: str
     models: list[str]
+    is_scoped: bool = Field(description="Good for these models only, also when all of them are deleted.")
     requests_per_minute: int | None
     tokens_per_minute: int | None
     max_concurrency: int | None

@@ -35,6 +35,9 @@ class ApiKey(models.Model):
     digest = models.CharField(max_length=64, unique=True)
     role = models.CharField(max_length=16, choices=Role.choices, default=Role.VIEWER)
     allowed_models = models.ManyToManyField(Model, blank=True, related_name="+", help_text="None chosen: every model.")
+    is_scoped = models.BooleanField(
+        default=False, editable=False, help_text="Good for the chosen models only, also when none of them is left."
+    )
     requests_per_minute = models.PositiveIntegerField(null=True, blank=True)
     tokens_per_minute = models.PositiveIntegerField(null=True, blank=True)
     max_concurrency = models.PositiveIntegerField(null=True, blank=True)

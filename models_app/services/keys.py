@@ -73,12 +73,19 @@ def api_key_create(
             key = ApiKey.objects.create(
                 name=name, prefix=token[:_PREFIX_CHARS], digest=digest_of(token), created_by=actor[:150], **fields
             )
-            key.allowed_models.set(models)
+            _scope(key, list(models))
             audit(actor, "key.create", name, detail=f"role {role}")
             publish_models_on_commit()
     except IntegrityError:
         raise Conflict(f"An API key named {name!r} exists already.") from None
     return key, token
+
+
+def _scope(key: ApiKey, models: list[Model]) -> None:
+    """Good for these models, or for every one. A scope stays when its models are deleted: the key opens nothing then."""
+    key.allowed_models.set(models)
+    key.is_scoped = bool(models)
+    key.save(update_fields=["is_scoped"])
 
 
 def _new_token() -> str:
@@ -131,7 +138,7 @@ def api_key_update(
             chosen = list(models)
             if {one.pk for one in chosen} != {one.pk for one in row.allowed_models.all()}:
                 said.append("models → " + (", ".join(one.served_model_name for one in chosen) or "every model"))
-                row.allowed_models.set(chosen)
+                _scope(row, chosen)
         if said:
             audit(actor, "key.update", row.name, detail="; ".join(said))
             publish_models_on_commit()

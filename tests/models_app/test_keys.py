@@ -18,6 +18,7 @@ from models_app.services.keys import (
     digest_of,
     graces_end,
 )
+from models_app.services.models import model_delete
 from tests.builders import make_key, make_model
 
 pytestmark = pytest.mark.django_db
@@ -84,6 +85,23 @@ def test_key_can_be_bound_to_models() -> None:
     model = make_model()
     key, _ = make_key(models=[model])
     assert list(key.allowed_models.all()) == [model]
+
+
+def test_scope_outlives_its_models() -> None:
+    """A key for one model must not become one for every model when that one is deleted."""
+    model = make_model(served_model_name="secret")
+    make_model(served_model_name="other")
+    key, _ = make_key(name="narrow", models=[model])
+    make_key(name="wide")
+
+    def scopes() -> dict[str, list[str] | None]:
+        return {entry["name"]: entry["models"] for entry in routes_snapshot()["keys"]}
+
+    assert scopes() == {"narrow": ["secret"], "wide": None}
+    model_delete(model, actor="test")
+    assert scopes() == {"narrow": [], "wide": None}
+    api_key_update(key, actor="test", changes={"priority": 60}, models=[])  # a form that was saved without a choice
+    assert scopes()["narrow"] == []
 
 
 def test_last_use_is_written_at_most_once_a_minute(django_assert_num_queries: object) -> None:
