@@ -82,7 +82,7 @@ def api_key_create(
 
 
 def _scope(key: ApiKey, models: list[Model]) -> None:
-    """Good for these models, or for every one. A scope stays when its models are deleted: the key opens nothing then."""
+    """Good for these models, or for every one. A scope outlives its models: when they are deleted, it opens nothing."""
     key.allowed_models.set(models)
     key.is_scoped = bool(models)
     key.save(update_fields=["is_scoped"])
