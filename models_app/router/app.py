@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -283,7 +283,10 @@ class RouterApp:
         if name is None or not name.choices:
             self._tell_unknown(ask.model, key, scope)
             raise model_not_found(ask.model, [one.name for one in usable_names(table, key)])
-        served = name.choices[0][0] if len(name.choices) == 1 else _pick(name, table)
+        if len(name.choices) == 1:
+            served = name.choices[0][0]
+        else:  # of models that share a name, a key may be for some only
+            served = _pick([one for one in name.choices if key.may_use(ask.model, one[0])] or name.choices, table)
         if not key.may_use(ask.model, served):
             raise RouterError(403, "model_not_allowed", f"This key may not use the model '{ask.model}'.", param="model")
         return name, table.models[served]
@@ -386,9 +389,9 @@ class RouterApp:
             metrics.tokens.add((model, "completion"), tally.completion_tokens)
 
 
-def _pick(name: Name, table: RouteTable) -> str:
+def _pick(choices: Sequence[tuple[str, int]], table: RouteTable) -> str:
     """One model by weight; those with a ready instance only, while there is one."""
-    ready = [choice for choice in name.choices if table.models[choice[0]].targets] or list(name.choices)
+    ready = [choice for choice in choices if table.models[choice[0]].targets] or choices
     total = sum(weight for _, weight in ready)
     point = random.random() * total  # noqa: S311 - spreads load, guards nothing
     for served, weight in ready:

@@ -266,6 +266,21 @@ async def test_name_spread_by_weight_reaches_all_its_models() -> None:
     assert engines[1].requests
 
 
+async def test_key_for_one_model_of_a_spread_name_gets_that_one() -> None:
+    async with running_engines(chat, chat) as engines:
+        routes = [{"name": "both", "targets": [{"model": "a", "weight": 9}, {"model": "b", "weight": 1}]}]
+        models = [model("a", engines[0]), model("b", engines[1])]
+        keys = [key(models=["b"]), key("sz-none", id=2, models=[])]
+        async with running_router(*models, routes=routes, keys=keys) as router:
+            for _ in range(20):
+                assert (await router.chat("both")).status_code == 200
+            nothing = {"Authorization": "Bearer sz-none"}
+            refused = await router.client.post("/v1/chat/completions", json=ask("both"), headers=nothing)
+            assert refused.status_code == 403
+    assert len(engines[1].requests) == 20
+    assert engines[0].requests == []
+
+
 @pytest.mark.parametrize("status", ["stopped", "failed", "sleeping", "draining"])
 async def test_fallback_stands_in_and_says_so(engine: FakeEngine, status: str) -> None:
     models = [model("big", status=status, fallback="small"), model("small", engine)]
