@@ -16,6 +16,7 @@ from tests.models_app.router.support import (
     FakeEngine,
     Request,
     Router,
+    ask,
     chat,
     key,
     model,
