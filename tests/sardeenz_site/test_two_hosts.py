@@ -57,6 +57,32 @@ def test_two_replicas_go_to_two_hosts_and_both_serve(stacks: dict[str, Stack], a
     assert chat.faults == []
 
 
+def test_log_of_a_start_on_another_host_is_fetched_whole(stacks: dict[str, Stack], api: Api) -> None:
+    """The control machine has no run directories: the host's worker is asked, and the beginning is there too."""
+    for instance in api.get("/instances"):
+        answer = api.client.get(f"/instances/{instance['id']}/attempts/1/log")
+        assert answer.status_code == 200
+        assert not answer.text.startswith("[The whole log is not to be had")
+        assert len(answer.text.splitlines()) > 10
+
+
+def test_drained_host_is_empty_and_clients_notice_nothing(stacks: dict[str, Stack], api: Api) -> None:
+    with Chat(stacks["control"], api.key, "two") as chat:
+        chat.more()
+        operation = api.post("/hosts/gpu-a/drain", note="new fan")["id"]
+        wait_for(
+            lambda: api.get(f"/operations/{operation}")["state"] not in ("pending", "running"),
+            120,
+            "the drain has ended",
+        )
+        chat.more()
+    assert chat.faults == []
+    found = api.get(f"/operations/{operation}")
+    assert (found["state"], found["message"]) == ("succeeded", "Host gpu-a is empty and cordoned.")
+    assert [one["host"] for one in api.get("/instances?live=true")] == ["gpu-b", "gpu-b"]
+    assert api.post("/hosts/gpu-a/uncordon")["cordoned"] is False
+
+
 def test_host_that_went_is_shown_as_lost_and_the_other_serves_on(stacks: dict[str, Stack], api: Api) -> None:
     assert stacks["gpu-a"].end() == 0
     wait_for(lambda: hosts(api)["gpu-a"] is False, 60, "gpu-a is lost")
