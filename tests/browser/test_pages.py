@@ -65,6 +65,7 @@ def pages(rows: list[Instance]) -> list[str]:
         "/stop-all/",
         "/playground/",
         "/policies/",
+        "/limits/",
         f"/gpus/{gpu.pk}/policy/",
         "/presets/",
         "/operations/",
