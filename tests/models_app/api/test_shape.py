@@ -107,6 +107,13 @@ def test_unknown_things_are_404_with_a_sentence(api: Api) -> None:
         assert body["error"]["message"].endswith(".")
 
 
+def test_line_break_in_a_name_is_answered_in_the_one_shape(api: Api) -> None:
+    api.client.handler.enforce_csrf_checks = True
+    for method in ("GET", "POST", "DELETE"):
+        status, body = api(method, "/models/a%0Ab/launch", {})
+        assert (status, body["error"]["code"]) == (404, "not_found")
+
+
 def test_huge_ids_are_refused_not_crashed_on(api: Api) -> None:
     assert api("GET", f"/instances/{10**30}")[0] == 422
 
