@@ -70,7 +70,8 @@ def rebalance_cards(cards: Sequence[tuple[GpuView, Sequence[InstanceView]]], now
 
 
 def demand(row: InstanceView, now: float) -> int:
-    """The limit that an instance could use now: its use, the requests that wait, and room to grow, in whole bundles.
+    """The limit that an instance could use now: its use, the requests that wait, and room to grow, in whole bundles;
+    at least what its longest allowed request needs.
 
     Waiting requests count at the size of the running ones, together at most as much as is in use already: what is
     really wanted shows within a few rounds, and a queue that waits for something else cannot claim the card. When
@@ -86,6 +87,8 @@ def demand(row: InstanceView, now: float) -> int:
     elif row.waiting:
         wanted = max(wanted, row.full_context_bytes or 2 * row.limit_bytes)
     wanted += max(wanted // MARGIN, 2 * row.bundle_bytes)
+    # Below it the router has to refuse the longest requests, and what is refused is demand that nobody sees.
+    wanted = max(wanted, row.full_context_bytes)
     return max(row.lowest_bytes, min(round_up(wanted, row.bundle_bytes), row.highest_bytes))
 
 

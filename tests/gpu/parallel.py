@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from tests.gpu.product import Meter, Product
-from tests.gpu.steps import burst, ensure, nap, step
+from tests.gpu.steps import burst, ensure, kv, nap, step
 
 
 @step
@@ -52,7 +52,10 @@ def _used(meter: Meter) -> list[int]:
 
 
 def _limit(p: Product, row: dict[str, Any]) -> dict[str, Any]:
-    return p.limit(row["id"], row["limit"]["bundle_bytes"] * 12, reclaim="preempt", force=True)
+    """To half of what it holds: beside neighbours that may be little."""
+    reading = kv(p, "t")
+    held = (reading["used"] or 0) + (reading["prealloc"] or 0)
+    return p.limit(row["id"], max(held // 2, row["limit"]["bundle_bytes"] * 3), reclaim="preempt", force=True)
 
 
 def _trim(p: Product, row: dict[str, Any]) -> dict[str, Any]:

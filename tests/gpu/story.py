@@ -32,8 +32,7 @@ def make_room(p: Product, meter: Meter) -> dict[str, Any]:
             memory_policy={"priority": 60},
         )
     load = burst(p, "a", p.many(110), 14_000, 1200, limit_s=400).start()
-    full_at = 0.8 * p.card_bytes
-    p.wait(lambda: kv(p, "a").get("used", 0) > full_at or load.took_s_so_far() > 45, 90, "card full", 0.25)
+    p.wait(lambda: _fills_its_limit(kv(p, "a")) or load.took_s_so_far() > 45, 90, "its limit is used up", 0.25)
     time.sleep(2)
     reserve = p.card_bytes // 12
     try:
@@ -43,6 +42,10 @@ def make_room(p: Product, meter: Meter) -> dict[str, Any]:
     finally:
         for gpu in p.gpus:
             p.call("PATCH", f"/gpus/{gpu['uuid']}/policy", json={"reserve_bytes": 0})
+
+
+def _fills_its_limit(reading: dict[str, Any]) -> bool:
+    return (reading.get("used") or 0) > 0.9 * (reading.get("limit") or 2**62)
 
 
 def _story(p: Product, meter: Meter, load: Burst) -> dict[str, Any]:
@@ -86,8 +89,8 @@ def _bursts(p: Product, names: list[str], n: int) -> dict[str, Any]:
         for one in trickle:
             one.join()
         figures[name] = load.summary()
-    means = [one["ttft_mean_s"] for one in figures.values()]
-    tails = [one["ttft_p99_s"] for one in figures.values()]
+    means = [one["ttft_mean_s"] or float("nan") for one in figures.values()]
+    tails = [one["ttft_p99_s"] or float("nan") for one in figures.values()]
     ok = sum(one["ok"] for one in figures.values())
     return {
         "ok": ok,
@@ -136,6 +139,8 @@ def _stop_all(p: Product) -> None:
 def _divided(p: Product, names: list[str]) -> None:
     """Wait until the controller has divided the card among these."""
     p.wait(lambda: all(kv(p, name).get("limit") for name in names), 30, "limits are read")
+    fair = (p.card_bytes - sum(kv(p, name)["baseline"] or 0 for name in names)) // (2 * len(names))
+    p.wait(lambda: all((kv(p, name).get("limit") or 0) >= fair for name in names), 60, "each has its part", 0.5)
     p.wait(lambda: _promised(p, names) <= p.card_bytes, 60, "the limits fit the card", 0.5)
 
 

@@ -248,6 +248,20 @@ def test_priority_decides_whose_demand_is_met_first() -> None:
     assert targets[2] < 60 * GIB and targets[2] >= lowest
 
 
+def test_idle_neighbour_of_a_hungry_one_keeps_room_for_its_longest_request() -> None:
+    """Else the router refuses such requests, and no demand for more is ever seen."""
+    hungry = instance(
+        1, limit_bytes=70 * GIB, used_bytes=70 * GIB, running=60, waiting=500, capacity_bytes=74 * GIB, prealloc_bytes=0
+    )
+    idle = instance(2, limit_bytes=GIB, full_context_bytes=5 * GIB)
+    plan = rebalance(gpu(), [hungry, idle], NOW)
+    assert moves(plan)[1][0] == "lower" and plan.targets[1] <= 67 * GIB
+    squeezed = replace(hungry, limit_bytes=plan.targets[1], used_bytes=plan.targets[1])
+    assert rebalance(gpu(), [squeezed, idle], NOW + 30).targets[2] >= 5 * GIB
+    resting = replace(idle, idle_shrink_after_s=60.0, idle_since=NOW - 500, limit_bytes=6 * GIB)
+    assert rebalance(gpu(), [hungry, resting], NOW).targets[2] == idle.lowest_bytes
+
+
 def test_equals_meet_in_the_middle() -> None:
     rows = [
         instance(1, limit_bytes=60 * GIB, used_bytes=60 * GIB, running=60, waiting=60),
