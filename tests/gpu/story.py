@@ -74,7 +74,7 @@ def _story(p: Product, meter: Meter, load: Burst) -> dict[str, Any]:
         "claims": {
             "room had to be made": fit["verdict"] == "fits_after_making_room",
             "the newcomer is ready": operation["state"] == "succeeded",
-            "every step verified": all(step["state"] == "verified" for step in operation["steps"]),
+            "no step failed": all(step["state"] in ("verified", "short") for step in operation["steps"]),
             "the newcomer serves": served.complete, "no request of the squeezed model fails": load.complete,
         },
     }  # fmt: skip
