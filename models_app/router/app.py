@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -89,6 +90,7 @@ class RouterApp:
         self._on_suspect = on_suspect
         self._events_told: dict[tuple[int, str], float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         table_source.listen(self._follow)
         if table_source.table is not None:
@@ -100,11 +102,13 @@ class RouterApp:
         """Begin the periodic work; done by itself at the first request where the server has no lifespan (daphne)."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
+            self._ending = asyncio.Event()
             self._tasks = [self._loop.create_task(self._sweep()), self._loop.create_task(self._tell_usage())]
 
     async def stop(self) -> None:
         """Hand on what was used, close what is kept."""
-        for task in self._tasks:
+        self._ending.set()
+        for task in self._tasks[:1]:  # the sweep; the other ends by itself
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
@@ -125,8 +129,11 @@ class RouterApp:
             self.body_watch.sweep(now)
 
     async def _tell_usage(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.usage_flush_s)
+        """Ends when it is told to, never in the middle of telling: what was being told would be lost or told twice."""
+        while not self._ending.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.config.usage_flush_s):
+                    await self._ending.wait()
             await self._flush()
 
     async def _flush(self) -> None:

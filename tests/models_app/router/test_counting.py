@@ -11,7 +11,7 @@ import pytest
 
 from models_app.router.metrics import Metrics
 from models_app.router.metrics_share import MetricsFiles
-from models_app.router.usage import Gaps, UsageBook
+from models_app.router.usage import Gaps, UsageBook, UsageRecord
 from tests.models_app.router.support import Answer, FakeEngine, Request, Router, content, key, model, running_router
 
 
@@ -57,6 +57,29 @@ async def test_usage_is_kept_while_its_receiver_is_away(router: Router) -> None:
     router.app._on_usage = tell
     await router.app._flush()
     assert [record["requests"] for record in router.used] == [3]
+
+
+async def test_a_router_that_ends_while_it_tells_usage_tells_it_to_the_end(engine: FakeEngine) -> None:
+    """A cancelled call would lose what it was telling, or have it told twice."""
+    told: list[int] = []
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(records: list[UsageRecord]) -> None:
+        begun.set()
+        await go_on.wait()
+        told.extend(record.requests for record in records)
+
+    async with running_router(model("m", engine)) as router:
+        router.app._on_usage = slow
+        await router.chat()
+        await begun.wait()
+        await router.chat()
+        ending = asyncio.ensure_future(router.app.stop())
+        await asyncio.sleep(0)
+        go_on.set()
+        await ending
+        assert sum(told) == 2
+        assert router.app.usage.take() == []
 
 
 async def test_nothing_is_counted_for_who_has_no_key(router: Router) -> None:
