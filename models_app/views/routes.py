@@ -99,7 +99,7 @@ def _save(request: HttpRequest, row: WeightedRoute | None) -> HttpResponse:
     data = request.POST
     pairs = zip(data.getlist("model"), data.getlist("weight"), strict=False)
     lines = [(model, weight.strip()) for model, weight in pairs if model]
-    given = {
+    given: dict[str, Any] = {
         "name": data.get("name", "").strip(),
         "request_defaults": data.get("request_defaults", "").strip(),
         "lines": lines,
