@@ -190,7 +190,10 @@ TESTED: dict[str, tuple[str, ...]] = {
         M + "rollout.py::cancelled_while_draining_the_source_keeps_serving",
         M + "take_over.py::move_cancelled_while_draining_leaves_the_source_serving_and_removes_the_target",
     ),
-    "SZ-067": (M + "rollout.py::overlapping_cards_are_judged_with_both_copies_in_place",),
+    "SZ-067": (
+        M + "rollout.py::overlapping_cards_are_judged_with_both_copies_in_place",
+        M + "stop_then_start.py::what_does_not_fit_beside_itself_starts_there_after_its_end",
+    ),
     "SZ-068": (M + "rollout.py::target_that_fails_leaves_the_source_untouched",),
     "SZ-071": (M + "rollout.py::move_to_a_full_card_is_refused_with_the_way_out",),
     # Presets

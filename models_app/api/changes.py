@@ -23,6 +23,7 @@ from models_app.services.host_drain import host_drain
 from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
 from models_app.services.rollout import instance_move, model_roll
 from models_app.services.sleep_ram import sleep_ram
+from models_app.services.stop_then_start import instance_move_stopped
 
 router = Router()
 PresetName = Annotated[str, Path(max_length=64)]
@@ -31,6 +32,13 @@ PresetName = Annotated[str, Path(max_length=64)]
 class MoveIn(Strict):
     host: Text | None = None
     gpu_uuids: list[Text] | None = None
+
+
+class MoveStoppedOut(Strict):
+    """``state`` is the instance's: it drains or stops, then starts there."""
+
+    instance_id: int
+    state: str
 
 
 class DrainIn(Strict):
@@ -98,6 +106,14 @@ def move_instance(request: HttpRequest, instance_id: InstanceId, payload: MoveIn
     return Status(
         202, instance_move(instance, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids)
     )
+
+
+@router.post("/instances/{instance_id}/move_stopped", auth=operator, response={202: MoveStoppedOut, **ERRORS})
+def move_instance_stopped(request: HttpRequest, instance_id: InstanceId, payload: MoveIn) -> Any:
+    """Stop it, then start it there: for where both do not fit at once. It is away meanwhile."""
+    row = instance_by_id(instance_id)
+    instance_move_stopped(row, actor=caller_of(request).actor, host=payload.host, gpu_uuids=payload.gpu_uuids)
+    return Status(202, {"instance_id": row.pk, "state": row.state})
 
 
 @router.post("/models/{path:served_model_name}/roll", auth=operator, response={202: OperationOut, **ERRORS})

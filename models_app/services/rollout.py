@@ -32,7 +32,7 @@ S = InstanceState
 REPLACE = "replace"
 #: States in which an instance can be replaced: it serves, or could.
 REPLACEABLE = frozenset({S.READY, S.SLEEPING, S.UNREACHABLE})
-_SIDE_BY_SIDE = "Both do not fit side by side: stop it and start it there instead (it is away meanwhile)."
+_SIDE_BY_SIDE = "Both do not fit side by side: stop it and start it there instead (“stop first”; it is away meanwhile)."
 
 
 def instance_move(

@@ -69,7 +69,7 @@ def instance_stop_begin(row: Instance, *, reason: str, actor: str, force: bool =
         S.STARTING: S.STOPPING,
         S.SLEEPING: S.STOPPING,
         S.READY: S.STOPPING if force else S.DRAINING,
-        S.UNREACHABLE: S.STOPPING if force else S.DRAINING,
+        S.UNREACHABLE: S.STOPPING if force or row.sleep_level else S.DRAINING,  # a sleeper has nothing in flight
         S.DRAINING: S.STOPPING if force else None,
         S.STOPPING: None,
     }[state]
@@ -244,6 +244,7 @@ def _stopped(row: Instance, status: Status | None, reason: str) -> bool:
             row.refresh_from_db()
             if row.host is not None:
                 start_waiting(row.host.name)
-            if row.desired_state == DesiredState.RUNNING:
-                requeue(row, reason="Restart: waits to be placed.", restart_count=row.restart_count)
+            if row.desired_state != DesiredState.STOPPED:
+                reason, wanted = "Restart: waits to be placed.", row.desired_state
+                requeue(row, reason=reason, restart_count=row.restart_count, desired_state=wanted)
     return True

@@ -1,8 +1,7 @@
-"""One instance: its page, its log, and the acts on it."""
+"""One instance: its page and the acts on it."""
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse
@@ -12,40 +11,35 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from gpus_app.models import Gpu
 from models_app.errors import InvalidInput, SardeenzError
 from models_app.forms.limit import LimitForm
-from models_app.models import Instance, LaunchAttempt
+from models_app.models import Instance
 from models_app.permissions import require_role
 from models_app.presentation import words
 from models_app.presentation.actions import allowed
+from models_app.presentation.asleep import asleep_facts
 from models_app.presentation.board import GpuCard, build_board, build_card, label_of, make_row
 from models_app.presentation.limits import limit_answer_text, preview, trim_answer_text
-from models_app.presentation.log_lines import log_lines
-from models_app.selectors import instance_log
 from models_app.services.kvcache import kvcache_limit_set, kvcache_safety_floor, kvcache_trim
 from models_app.services.launch import instance_restart
-from models_app.services.logs import attempt_log as attempt_log_text
-from models_app.services.logs import log_name
 from models_app.services.proposals import proposal_take, proposals_of
 from models_app.services.rebalancing import hand_back
 from models_app.services.rollout import instance_move
 from models_app.services.sleep import instance_sleep, instance_wake
-from models_app.services.sleep_ram import weights_bytes
 from models_app.services.stop import instance_stop, stop_all
-from models_app.states import InstanceState
+from models_app.services.stop_then_start import instance_move_stopped
 from models_app.views.common import (
     act,
     actor_of,
     back_address,
     dialog,
     done,
-    is_fragment,
     refused,
     role_for,
     target_is,
     trigger,
 )
+from models_app.views.logs import log_context
 
 EVENTS_SHOWN = 60
-LOG_LINES = 400
 
 
 def _get(instance_id: int) -> Instance:
@@ -74,7 +68,7 @@ def instance(request: HttpRequest, instance_id: int) -> HttpResponse:
     context = _page(row, role_for(request))
     if target_is(request, "instance-head"):
         return render(request, "models_app/_instance_head.html", context)
-    return render(request, "models_app/instance.html", context | _log_context(row, None))
+    return render(request, "models_app/instance.html", context | log_context(row, None))
 
 
 def _page(row: Instance, role: str | None) -> dict[str, Any]:
@@ -95,59 +89,6 @@ def _page(row: Instance, role: str | None) -> dict[str, Any]:
         "events": list(row.events.all()[:EVENTS_SHOWN]),
         "enforcer": words.ENFORCERS.get(row.provider, words.ENFORCERS[""]),
     }
-
-
-def asleep_facts(row: Instance) -> dict[str, int | None] | None:
-    """What a sleeper was measured to hold and to have freed on each GPU, and keeps in its host's memory."""
-    memory = row.attempt.memory if row.attempt else {}
-    holds, before = memory.get("asleep_bytes"), memory.get("awake_bytes")
-    if row.state != InstanceState.SLEEPING or holds is None:
-        return None
-    freed = max(before - holds, 0) if before is not None else None
-    return {"holds": holds, "freed": freed, "ram": weights_bytes(row) if row.sleep_level == 1 else None}
-
-
-def _log_context(row: Instance, attempt: LaunchAttempt | None) -> dict[str, Any]:
-    lines = instance_log(row, LOG_LINES, attempt)
-    digest = zlib.crc32("\n".join(lines).encode())
-    return {"i": row, "lines": log_lines(lines), "digest": digest, "shown_attempt": attempt}
-
-
-@require_GET
-@require_role("viewer")
-def instance_log_tail(request: HttpRequest, instance_id: int) -> HttpResponse:
-    """The end of the log, or all of it as a file (``download``).
-
-    ``have``: the digest of what the page shows already; the same again is answered with 204.
-    """
-    row = _get(instance_id)
-    wanted = request.GET.get("attempt", "")
-    attempt = row.attempts.filter(number=wanted).first() if wanted.isdecimal() else None
-    if "download" in request.GET:
-        return _log_file(row, attempt or row.attempt or row.attempts.first())
-    context = _log_context(row, attempt)
-    if request.GET.get("have") == str(context["digest"]):
-        return HttpResponse(status=204)
-    if is_fragment(request):
-        return render(request, "models_app/_log.html", context)
-    return render(request, "models_app/log.html", context | {"label": label_of(row)})
-
-
-@require_GET
-@require_role("viewer")
-def attempt_log(request: HttpRequest, attempt_id: int) -> HttpResponse:
-    """A start's log as a file."""
-    attempt = get_object_or_404(LaunchAttempt.objects.select_related("instance__model", "host"), pk=attempt_id)
-    return _log_file(attempt.instance, attempt)
-
-
-def _log_file(row: Instance, attempt: LaunchAttempt | None) -> HttpResponse:
-    """Bounded (LOG_DOWNLOAD_BYTES), secrets masked, from whichever host it lies on."""
-    return HttpResponse(
-        attempt_log_text(attempt) if attempt else "",
-        content_type="text/plain; charset=utf-8",
-        headers={"Content-Disposition": f'attachment; filename="{log_name(row, attempt)}"'},
-    )
 
 
 # --- acts ------------------------------------------------------------------------------------------
@@ -291,24 +232,14 @@ def move(request: HttpRequest, instance_id: int) -> HttpResponse:
     row = _get(instance_id)
     back = _back(request, row)
     error, status = "", 200
+    chosen = [int(one) for one in request.POST.getlist("gpu") if one.isdecimal() and len(one) < 10]
     if request.method == "POST":
-        chosen = request.POST.getlist("gpu")
-        gpus = list(Gpu.objects.select_related("host").filter(pk__in=[one for one in chosen if one.isdecimal()]))
         try:
-            operation = instance_move(
-                row,
-                actor=actor_of(request),
-                host=gpus[0].host.name if gpus else None,
-                gpu_uuids=[gpu.uuid for gpu in gpus],
-            )
+            return _move(request, row, chosen, back)
         except InvalidInput as exc:
             error, status = " ".join(sentence for group in exc.fields.values() for sentence in group), 422
         except SardeenzError as exc:
             error, status = exc.message, 422
-        else:
-            goal = f"/operations/{operation.pk}/"
-            response = done(request, f"{operation.title}: under way.", back=goal)
-            return trigger(response, go={"to": goal}) if response.status_code == 204 else response
     context = {
         "i": row,
         "label": label_of(row),
@@ -316,8 +247,26 @@ def move(request: HttpRequest, instance_id: int) -> HttpResponse:
         "error": error,
         "board": build_board(None),
         "size": row.model.tensor_parallel_size,
+        "chosen": chosen,
+        "stop_first": "stop_first" in request.POST,
     }
     return dialog(request, "models_app/_move.html", context, back=back, status=status)
+
+
+def _move(request: HttpRequest, row: Instance, chosen: list[int], back: str) -> HttpResponse:
+    """Side by side, which is an operation to watch; or stopped first, which the instance's own state tells."""
+    gpus = list(Gpu.objects.select_related("host").filter(pk__in=chosen))
+    where: dict[str, Any] = {
+        "host": gpus[0].host.name if gpus else None,
+        "gpu_uuids": [gpu.uuid for gpu in gpus],
+    }
+    if "stop_first" in request.POST:
+        instance_move_stopped(row, actor=actor_of(request), **where)
+        return done(request, f"{label_of(row)} stops, then starts there.", back=back, changed={"instances": [row.pk]})
+    operation = instance_move(row, actor=actor_of(request), **where)
+    goal = f"/operations/{operation.pk}/"
+    response = done(request, f"{operation.title}: under way.", back=goal)
+    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
 
 
 @require_POST
