@@ -113,6 +113,8 @@ class RouterFeed:
     async def _poll(self) -> None:
         while not _cancelled():
             await self.refresh()
+            if _cancelled():  # the wish to end came while Redis was asked, and was taken for its failure
+                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await self._changed.wait()

@@ -15,9 +15,10 @@ from playwright.sync_api import expect
 
 from gpus_app import broker
 from gpus_app.models import Gpu, Host
-from models_app.models import Instance, Model, Operation
+from models_app.models import ApiKey, Instance, Model, Operation
+from models_app.usage_report import today
 from tests.browser.conftest import Visitor
-from tests.builders import GIB, make_gpu, make_host, make_instance, make_key, make_model
+from tests.builders import GIB, make_gpu, make_host, make_instance, make_key, make_model, make_usage
 from tests.models_app.pages import read
 
 pytestmark = pytest.mark.browser
@@ -44,6 +45,7 @@ def fleet() -> list[Instance]:
     ]
     Operation.objects.create(kind="make_room", title="Make room for phi", state="running", progress=0.4, steps=[])
     make_key(name="billing")
+    make_usage(day=today(), key="billing", model="qwen", requests=7, prompt=700, completion=70)
     read(host, rows[:3])
     return rows
 
@@ -70,7 +72,9 @@ def pages(rows: list[Instance]) -> list[str]:
         "/presets/",
         "/operations/",
         f"/operations/{Operation.objects.get().pk}/",
+        "/usage/",
         "/keys/",
+        *[f"/keys/{ApiKey.objects.get().pk}/{part}/" for part in ("edit", "rotate")],
         "/audit/",
     ]
 
