@@ -176,7 +176,11 @@ def take_proposal(
     return Status(202, instance_by_id(instance_id))
 
 
-@router.get("/{instance_id}/attempts/{number}/log", response={200: str, **ERRORS})
+#: Nothing of this framework's own: an answer that is no JSON.
+_TEXT = {"responses": {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}}
+
+
+@router.get("/{instance_id}/attempts/{number}/log", response={200: None, **ERRORS}, openapi_extra=_TEXT)
 def download_log(
     request: HttpRequest, instance_id: InstanceId, number: Annotated[int, Path(ge=1, le=2**31 - 1)]
 ) -> HttpResponse:
