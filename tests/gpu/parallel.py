@@ -73,6 +73,7 @@ def _kill_one_rank(p: Product, meter: Meter, row: dict[str, Any]) -> tuple[dict[
     noticed = round(time.monotonic() - since, 2)
     last = p.until(row["id"], {"ready"}, 400)
     took = round(time.monotonic() - since, 1)
+    p.wait(lambda: p.serves("t"), 60, "the router serves t", 0.05)
     events = p.call("GET", f"/instances/{row['id']}/events", params={"limit": 30})
     failure = next((event for event in events if event["to_state"] == "failed"), None)
     figures = {"pid": name, "noticed_s": noticed, "ready_again_s": took, "reason": failure and failure["reason"]}

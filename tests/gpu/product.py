@@ -140,10 +140,11 @@ class Product:
         if state["state"] != "ready":
             raise RuntimeError(f"{name}: {state['state']}: {state['reason']}")
         took = round(time.monotonic() - start, 2)
-        routed = self.wait(lambda: self._serves(name), 60, f"the router serves {name}", 0.05)
+        routed = self.wait(lambda: self.serves(name), 60, f"the router serves {name}", 0.05)
         return state | {"launch_s": took, "routed_after_s": round(routed, 2)}
 
-    def _serves(self, name: str) -> bool:
+    def serves(self, name: str) -> bool:
+        """Whether the router has an answer of the model: it hears of a ready instance a moment after the database."""
         body = {"model": name, "prompt": [40, 41], "max_tokens": 1}
         return httpx.post(f"{self.router}/v1/completions", json=body, headers=self.auth, timeout=60).status_code == 200
 

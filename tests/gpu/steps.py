@@ -339,10 +339,12 @@ def nap(p: Product, meter: Meter, row: dict[str, Any], model: str, level: int) -
     p.call("POST", f"/instances/{row['id']}/wake", json={})
     state = p.until(row["id"], {"ready", "failed"}, 180)
     wake_s = round(time.monotonic() - since, 2)
+    routed = p.wait(lambda: p.serves(model), 60, f"the router serves {model}", 0.05)
     after = burst(p, model, 2, 50, 40).run()
     same = after.digests == reference.digests
     return {
-        "freed": before - slept, "sleep_s": sleep_s, "wake_s": wake_s, "state": state["state"],
+        "freed": before - slept, "sleep_s": sleep_s, "wake_s": wake_s, "routed_after_s": round(routed, 2),
+        "state": state["state"],
         "reason": state["reason"], "same_answers": same, "ok": after.summary(),
         "claims": {"bytes came back": before > slept, "same answers": same, "it serves": after.complete},
     }  # fmt: skip

@@ -31,21 +31,20 @@ def make_room(p: Product, meter: Meter) -> dict[str, Any]:
             gpu_uuids=[p.gpus[0]["uuid"]],
             memory_policy={"priority": 60},
         )
-    load = burst(p, "a", p.many(110), 14_000, 1200, limit_s=400).start()
-    p.wait(lambda: _fills_its_limit(kv(p, "a")) or load.took_s_so_far() > 45, 90, "its limit is used up", 0.25)
-    time.sleep(2)
     reserve = p.card_bytes // 12
     try:
         for gpu in p.gpus:
             p.call("PATCH", f"/gpus/{gpu['uuid']}/policy", json={"reserve_bytes": reserve})
+        load = burst(p, "a", p.many(110), 14_000, 1200, limit_s=400).start()
+        p.wait(lambda: _verdict(p) != "fits" or load.took_s_so_far() > 60, 90, "no room for the next", 0.5)
         return _story(p, meter, load)
     finally:
         for gpu in p.gpus:
             p.call("PATCH", f"/gpus/{gpu['uuid']}/policy", json={"reserve_bytes": 0})
 
 
-def _fills_its_limit(reading: dict[str, Any]) -> bool:
-    return (reading.get("used") or 0) > 0.9 * (reading.get("limit") or 2**62)
+def _verdict(p: Product) -> str:
+    return str(p.call("POST", "/models/d/fit", json={"gpu_uuids": [p.gpus[0]["uuid"]]})["verdict"])
 
 
 def _story(p: Product, meter: Meter, load: Burst) -> dict[str, Any]:
