@@ -185,7 +185,7 @@ def _answers(world: World, rows: list[Row]) -> list[str]:
         body = {"model": model, "prompt": "hello", "max_tokens": 3}
         try:
             url = f"{world.stack.router_url}/v1/completions"
-            answer = httpx.post(url, headers=headers, json=body, timeout=20)
+            answer = httpx.post(url, headers=headers, json=body, timeout=60)
         except httpx.HTTPError as exc:
             found.append(f"{model} does not answer through the router: {exc!r}")
             continue
