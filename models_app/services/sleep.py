@@ -156,7 +156,8 @@ def sleep_apply(instance_id: int) -> None:
     if row is None or row.state != S.DRAINING or row.desired_state != DesiredState.SLEEPING:
         return
     level = row.sleep_level or 1
-    answer_keep(row)
+    if not row.stop_force:  # else requests run still, and nothing is waited for
+        answer_keep(row)
     awake_record(row)
     try:
         client(row).sleep(level, mode="abort" if row.stop_force else None)
