@@ -244,7 +244,8 @@ def stream_options(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     options = body.get("stream_options") or {}
     if options and not stream:
         raise ApiError(400, "Stream options can only be defined when `stream=True`.", named="stream_options")
-    return stream, bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
+    include = bool(options.get("include_usage"))
+    return stream, include, include and bool(options.get("continuous_usage_stats"))
 
 
 def request_name(prefix: str, headers: Mapping[str, str]) -> str:

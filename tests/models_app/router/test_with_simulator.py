@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,37 @@ async def test_plain_and_streamed_answers_and_their_usage(simulated: Engine) -> 
         assert all(chunk.choices for chunk in chunks)
         await router.wait_for(lambda: sum(record["completion_tokens"] for record in router.used) == 10)
         assert sum(record["errors"] for record in router.used) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [None, {"include_usage": False}, {"include_usage": False, "continuous_usage_stats": True}, {"include_usage": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_stream_is_the_engines_own_event_by_event_and_is_counted(
+    simulated: Engine, path: str, options: dict[str, Any] | None
+) -> None:
+    """Usage is asked for behind the client's back: nothing of that may reach it."""
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "hello"}
+    body = {"model": "tiny", "max_tokens": 7, "temperature": 0, "stream": True, "stream_options": options, **asked}
+    async with running_router(route(simulated)) as router:
+        through = await router.client.post(path, json=body, headers=AUTH)
+        url = f"http://127.0.0.1:{simulated.port}{path}"
+        direct = await router.client.post(url, json=body, headers={"Authorization": f"Bearer {TOKEN}"})
+        assert _events(through.text) == _events(direct.text)
+        await router.wait_for(lambda: bool(router.used))
+        assert router.used[0]["completion_tokens"] == 7
+        assert router.used[0]["prompt_tokens"] > 0
+
+
+def _events(text: str) -> list[Any]:
+    """The events of a stream, without what differs between two answers to the same question."""
+    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    found = [one if one == "[DONE]" else json.loads(one) for one in data]
+    return [
+        one if isinstance(one, str) else {k: v for k, v in one.items() if k not in ("id", "created")} for one in found
+    ]
 
 
 async def test_engines_own_refusal_reaches_the_client(simulated: Engine) -> None:
