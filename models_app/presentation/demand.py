@@ -19,15 +19,24 @@ def of_demand(*, may_operate: bool) -> list[Item]:
     return [*_asked_for(may_operate=may_operate), *_thrash()]
 
 
+def wish_sentence(model: Model) -> str:
+    """Why a model that is asked for does not come up, and what becomes of the requests; empty when it is not so."""
+    facts = model.demand_facts
+    if not facts or time.time() - float(facts["at"]) > _SHOWN_S:
+        return ""
+    follow = "Requests wait, and it is tried again every few seconds."
+    if facts["code"] != "waits":
+        follow = f"Requests are turned away; from {DEMAND_REFUSED_S:.0f} s after the last try one may try again."
+    return f"{facts['reason']} {follow}"
+
+
 def _asked_for(*, may_operate: bool) -> list[Item]:
-    now = time.time()
     found = []
     for model in Model.objects.filter(on_demand=True).exclude(demand_facts={}):
-        facts = model.demand_facts
-        if now - float(facts["at"]) > _SHOWN_S:
+        facts, sentence = model.demand_facts, wish_sentence(model)
+        if not sentence:
             continue
         waits = facts["code"] == "waits"
-        follow = "Requests wait, and it is tried again every few seconds." if waits else "Requests are turned away."
         acts = (("Launch", f"/models/{model.pk}/launch/", True),) if may_operate else ()
         found.append(
             Item(
@@ -35,7 +44,7 @@ def _asked_for(*, may_operate: bool) -> list[Item]:
                 "warn" if waits else "bad",
                 "hourglass" if waits else "ban",
                 f"{model} is asked for and {'waits for room' if waits else 'cannot come up'}",
-                f"{facts['reason']} {follow}",
+                sentence,
                 f"/models/{model.pk}/",
                 datetime.fromtimestamp(float(facts["since"]), UTC),
                 acts,

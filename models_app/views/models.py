@@ -19,6 +19,7 @@ from models_app.models import Instance, Model
 from models_app.permissions import require_role
 from models_app.presentation import words
 from models_app.presentation.board import Row, build_board, make_row
+from models_app.presentation.demand import wish_sentence
 from models_app.presentation.launching import Fit, fit_of
 from models_app.services.launch import model_launch
 from models_app.services.models import CommandPreview, command_preview, model_delete, model_facts
@@ -107,6 +108,7 @@ def model(request: HttpRequest, model_id: int) -> HttpResponse:
         "rows": [by_pk.get(one.pk) or make_row(one, None, {}, role_for(request)) for one in present],
         "earlier": [one for one in everything if one.state in TERMINAL and one not in present][:EARLIER_SHOWN],
         "aliases": row.aliases.all(),
+        "wish": wish_sentence(row),
         "shares": row.route_targets.select_related("route"),
         "policy": getattr(row, "memory_policy", None),
         "facts": model_facts(row),

@@ -200,6 +200,8 @@ def test_pinned_neighbour_stays_and_those_who_ask_are_told_so(gpu: Gpu, readings
     model_demand("new")
     assert not Operation.objects.exists()
     assert _facts(model)["code"] == "refused"
+    page = client_of("viewer").get(f"/models/{model.pk}/").content.decode()
+    assert "by old (pinned)" in page and "Requests are turned away" in page
     refused = RouteTable.from_snapshot(routes_snapshot()).models["new"].refused
     assert "62.0 GiB by old (pinned)" in refused
 
