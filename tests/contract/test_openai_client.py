@@ -132,8 +132,8 @@ async def test_tool_that_was_asked_for_is_called(client: openai.AsyncOpenAI, rou
     no_spaces = {str(token): -100 for token in spaces.json()["tokens"]}
     choice: Any = {"type": "function", "function": {"name": "weather"}}
     asked: dict[str, Any] = {
-        "model": "tiny", "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 200, "logit_bias": no_spaces,
-        "temperature": 0,
+        "model": "tiny", "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 200,
+        "logit_bias": no_spaces, "temperature": 0,
     }  # fmt: skip
     name = arguments = ""
     if stream:
