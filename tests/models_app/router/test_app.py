@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import httpx
@@ -60,6 +61,19 @@ async def test_bad_authorization_is_401_in_openai_shape(router: Router, header: 
     error = response.json()["error"]
     assert error["type"] == "authentication_error"
     assert "sz-other" not in response.text
+
+
+@pytest.mark.parametrize("scheme", ["Bearer ", "Basic ", "", "bearer  "])
+async def test_refused_key_is_repeated_nowhere(router: Router, caplog: pytest.LogCaptureFixture, scheme: str) -> None:
+    """J8: neither in the answer, nor in the log, nor in what is counted and told."""
+    caplog.set_level(logging.DEBUG)
+    secret = "sz-almost-the-right-key"
+    for headers in ({"Authorization": scheme + secret}, {"x-api-key": secret}):
+        answer = await router.client.post("/v1/messages", json=ask(), headers=headers)
+        assert answer.status_code == 401
+        assert secret not in answer.text + str(answer.headers)
+    assert secret not in caplog.text
+    assert secret not in router.app.metrics.render().decode() + repr(router.events) + repr(router.used)
 
 
 async def test_x_api_key_is_for_messages_only(router: Router) -> None:
