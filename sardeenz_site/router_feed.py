@@ -213,6 +213,7 @@ class RouterFeed:
             if peers is None or client is None:
                 return
             peers.forget_silent()
+            self._forget_captures()
             message = peers.message()
             try:
                 if message is not None:
@@ -248,6 +249,14 @@ class RouterFeed:
             if ends is not None:
                 await router_captures.push(client, capture, until=ends)
             self._captures.popleft()
+
+    def _forget_captures(self) -> None:
+        """What waits for Redis does not outlive its time either."""
+        now = time.time()
+        kept = [capture for capture in self._captures if (capture.get("until") or 0.0) > now]
+        if len(kept) < len(self._captures):
+            self._captures.clear()
+            self._captures.extend(kept)
 
     async def _settle_usage(self, client: aioredis.Redis) -> None:
         await self._usage.settle(client)

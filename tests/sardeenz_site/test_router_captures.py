@@ -65,6 +65,14 @@ async def test_ring_goes_when_the_time_is_over(client: aioredis.Redis, broker: r
     assert broker.exists(*ring_names(7)) == 0
 
 
+async def test_what_waits_for_redis_goes_when_its_time_is_over(tmp_path: Path) -> None:
+    feed = RouterFeed(TableSource(), file=tmp_path / "routes.json", redis_url="redis://127.0.0.1:1/0")
+    feed.on_capture({"key_id": 7, "until": time.time() - 1})
+    feed.on_capture({"key_id": 8, "until": time.time() + 60})
+    feed._forget_captures()
+    assert [capture["key_id"] for capture in feed._captures] == [8]
+
+
 async def test_what_was_begun_while_capture_was_on_is_not_kept_once_it_is_off(
     client: aioredis.Redis, broker: redis.Redis, valkey_url: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Prompts are kept only where that was switched on, in part, and without secrets."""
+"""SZ-116: prompts are kept only where that was switched on, in part, and without secrets."""
 
 from __future__ import annotations
 

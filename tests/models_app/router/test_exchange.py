@@ -399,6 +399,7 @@ async def test_cap_of_a_model_lets_the_next_in_when_one_leaves(engine: FakeEngin
 
 
 async def test_cap_of_a_model_refuses_with_429_when_too_many_wait(engine: FakeEngine) -> None:
+    """G5."""
     engine.behaviour = hangs
     config = RouterConfig(slot_queue_limit=1, slot_wait_s=0.1)
     async with running_router(model("m", engine, max_concurrency=1), config=config) as router:

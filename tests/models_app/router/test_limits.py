@@ -44,6 +44,7 @@ def test_requests_come_back_steadily(clock: list[float]) -> None:
 
 
 def test_old_count_blocks_no_longer_than_it_takes_to_refill(clock: list[float]) -> None:
+    """G10: one clock, and no turn of a minute."""
     limiter, key = Limiter(), a_key(tpm=600)
     limiter.enter(key)
     limiter.leave(key, 1200)  # 600 over
