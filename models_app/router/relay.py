@@ -125,6 +125,8 @@ class Relay:
         try:
             if self.config.max_response_bytes is not None:
                 await self._collected(headers, tail, self.config.max_response_bytes)
+            elif connection.complete:  # small enough to have come with its head
+                await self._at_once(headers, tail)
             else:
                 await reply.start(connection.status, headers)
                 await self._piecewise(tail)
@@ -134,6 +136,15 @@ class Relay:
                 raise lost_midway(exc) from exc
             raise BrokenOff from exc
         tally.prompt_tokens, tally.completion_tokens = tail.usage()
+
+    async def _at_once(self, headers: list[Header], tail: AnswerTail) -> None:
+        body = await self.connection.block() or b""
+        self.tally.first_byte_at = self.tally.first_byte_at or time.monotonic()
+        tail.feed(body)
+        if self.capture is not None:
+            self.capture.feed(body)
+        self.client.let_go()
+        await self.reply.whole(self.connection.status, body, headers)
 
     async def _piecewise(self, tail: AnswerTail) -> None:
         connection, reply, tally = self.connection, self.reply, self.tally

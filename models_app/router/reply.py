@@ -10,6 +10,7 @@ from typing import Any
 
 from models_app.router.errors import Dialect, RouterError
 from models_app.router.request import Receive, Send
+from models_app.router.wire import send_whole
 
 Header = tuple[bytes, bytes]
 
@@ -70,8 +71,13 @@ class Reply:
         await self.write(b": " + text + b"\n\n")
 
     async def whole(self, status: int, body: bytes, headers: list[Header]) -> None:
-        await self.start(status, headers)
-        await self.end(body)
+        self.started = self.ended = True
+        self.status = status
+        await send_whole(
+            self.send,
+            {"type": "http.response.start", "status": status, "headers": headers + self.headers},
+            {"type": "http.response.body", "body": body, "more_body": False},
+        )
 
     async def refuse(self, error: RouterError) -> None:
         """The router's own answer: a JSON error, or the last event of a stream that has begun."""

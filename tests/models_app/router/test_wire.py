@@ -181,3 +181,51 @@ async def test_other_servers_have_no_wire() -> None:
 
     assert wire_of(send) is None
     assert wire_of(streaming.Tally.overhead_s) is None  # type: ignore[arg-type]
+
+
+async def test_small_answer_leaves_in_one_piece(
+    router: Router, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    real = wire.Cork.flush
+
+    def flush(self: wire.Cork) -> None:
+        if self._pieces:
+            flushed.append(len(self._pieces))
+        real(self)
+
+    monkeypatch.setattr(wire.Cork, "flush", flush)
+    for _ in range(3):  # on one kept connection
+        response = await router.chat()
+        assert response.json()["choices"][0]["message"]["content"] == "a b c"
+    assert flushed == [2, 2, 2]
+    refused = await router.chat("nope")
+    assert refused.status_code == 404
+    assert flushed[3:] == [2]
+
+
+async def test_client_that_wants_its_connection_closed_gets_the_whole_answer_first(
+    router: Router, engine: FakeEngine
+) -> None:
+    response = await router.client.post("/v1/chat/completions", json=ask(), headers={**AUTH, "Connection": "close"})
+    assert response.json()["choices"][0]["message"]["content"] == "a b c"
+    assert response.headers["connection"] == "close"
+
+
+async def test_answer_larger_than_a_read_is_not_held_back(router: Router, engine: FakeEngine) -> None:
+    async def large(request: Request, answer: Answer) -> None:
+        await answer.whole(b"x" * 3_000_000, headers={"content-type": "text/plain"})
+
+    engine.behaviour = large
+    response = await router.chat()
+    assert response.content == b"x" * 3_000_000
+
+
+async def test_server_that_is_not_uvicorn_gets_both_messages() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    await wire.send_whole(send, {"type": "start"}, {"type": "body"})
+    assert sent == ["start", "body"]
