@@ -87,7 +87,9 @@ def gpu_states(newcomer: Model, *, without: int | None = None) -> list[GpuState]
     readings = _readings(gpus)
     held: dict[str, list[Instance]] = defaultdict(list)
     occupying = (
-        Instance.objects.filter(state__in=OCCUPIES_GPU).exclude(pk=without or 0).select_related("attempt", "model")
+        Instance.objects.filter(state__in=OCCUPIES_GPU)
+        .exclude(pk=without or 0)
+        .select_related("attempt", "model__memory_policy")
     )
     for row in occupying:
         for uuid in row.gpu_uuids:
@@ -97,13 +99,18 @@ def gpu_states(newcomer: Model, *, without: int | None = None) -> list[GpuState]
 
 
 def claim_bytes(row: Instance) -> int:
-    """Bytes per GPU that the book keeps for an instance: its reservation.
+    """Bytes per GPU that the book keeps for an instance: its reservation; once it is measured, what it is owed now.
 
+    Its floor follows its longest request: by the floor of a busy hour the book would refuse what a plan has made room
+    for.
     One who was put to sleep to make room has given up its claim to come back at once, until its state changes again.
     """
     memory = row.attempt.memory if row.attempt else {}
     if row.state == InstanceState.SLEEPING and memory.get(WAIVED) == row.state_version:
         return int(memory.get("asleep_bytes") or 0)
+    if row.state == InstanceState.READY and row.model.kvcached and memory.get("baseline_bytes"):
+        rules = getattr(row.model, "memory_policy", None)
+        return int(memory["baseline_bytes"]) + max(row.safety_floor_bytes or 0, rules.guarantee_bytes if rules else 0)
     return row.reserved_bytes
 
 

@@ -69,6 +69,18 @@ def test_running_instance_holds_what_it_really_has_when_that_is_more(host: Host,
     assert state.free_measured_bytes == 20 * GIB
 
 
+def test_measured_instance_is_owed_its_floor_of_now(host: Host) -> None:
+    """Of a busy hour it was larger: what a plan has lowered it to since is what the book keeps for it."""
+    row = make_instance(reserved_bytes=30 * GIB, safety_floor_bytes=GIB)
+    assert row.attempt is not None
+    row.attempt.memory = {"baseline_bytes": 4 * GIB}
+    row.attempt.save()
+    assert gpu_states(NEWCOMER)[0].ledger_free_bytes == 75 * GIB - HEADROOM
+    row.model.memory_policy.guarantee_bytes = 3 * GIB
+    row.model.memory_policy.save()
+    assert gpu_states(NEWCOMER)[0].ledger_free_bytes == 73 * GIB - HEADROOM
+
+
 def test_foreign_memory_counts_and_is_named(host: Host, valkey: str) -> None:
     record = make_record(host, used={_uuids(host)[0]: 70 * GIB, _uuids(host)[1]: 70 * GIB})
     for gpu in record["gpus"]:
