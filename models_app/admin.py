@@ -31,15 +31,15 @@ from models_app.models import (
     WeightedRoute,
 )
 from models_app.services.capture import capture_stop
-from models_app.services.host_drain import host_drain
 from models_app.services.keys import api_key_revoke
-from models_app.services.kvcache import kvcache_trim
-from models_app.services.launch import instance_restart, model_launch
+from models_app.services.lifecycle.launch import instance_restart, model_launch
+from models_app.services.lifecycle.sleep import instance_sleep, instance_wake
+from models_app.services.lifecycle.stop import instance_stop
+from models_app.services.memory.kvcache import kvcache_trim
 from models_app.services.models import model_delete
-from models_app.services.operations import operation_cancel
+from models_app.services.plans.host_drain import host_drain
+from models_app.services.plans.operations import operation_cancel
 from models_app.services.routes import route_delete
-from models_app.services.sleep import instance_sleep, instance_wake
-from models_app.services.stop import instance_stop
 
 if TYPE_CHECKING:
     Base = admin.ModelAdmin[Any]

@@ -8,28 +8,22 @@ from celery import shared_task
 from django.conf import settings
 
 from models_app import broker, dispatch, route_table, worker
-from models_app.services import (
+from models_app.services import logs
+from models_app.services.lifecycle import health, launch, reaping, sleep, stop, suspicion
+from models_app.services.lifecycle.probe import PROBE_EVERY_S, instance_probe
+from models_app.services.lifecycle.start import instance_start
+from models_app.services.memory import leaks, limit_apply
+from models_app.services.plans import (
     control,
     demand,
-    health,
     host_drain,
-    launch,
-    leaks,
-    limit_apply,
-    logs,
     operations,
     presets,
-    reaping,
     rebalancing,
     reconcile,
     rollout,
     room,
-    sleep,
-    stop,
-    suspicion,
 )
-from models_app.services.probe import PROBE_EVERY_S, instance_probe
-from models_app.services.start import instance_start
 
 worker.connect()
 

@@ -18,7 +18,7 @@ from django.db import DatabaseError, connections
 
 from models_app import dispatch
 from models_app.errors import BrokerAway
-from models_app.services import hosts
+from models_app.services.lifecycle import hosts
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from gpus_app.models import Gpu, Host
 from gpus_app.selectors import latest
 from models_app.models import Instance, UsageRecord
 from models_app.services.keys import api_key_check
-from models_app.services.sleep_ram import sleep_ram
+from models_app.services.memory.sleep_ram import sleep_ram
 
 GPU_LABELS = ("host", "gpu", "index", "name")
 INSTANCE_LABELS = ("host", "gpu", "model", "instance", "replica")

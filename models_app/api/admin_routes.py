@@ -18,8 +18,8 @@ from models_app.errors import NotFound
 from models_app.models import AuditEntry, Operation
 from models_app.presentation.attention import attention
 from models_app.presentation.board import build_board
-from models_app.services.leftovers import orphans_shown
-from models_app.services.reaping import leftover_reap
+from models_app.services.lifecycle.leftovers import orphans_shown
+from models_app.services.lifecycle.reaping import leftover_reap
 
 router = Router()
 

@@ -19,11 +19,11 @@ from models_app.api.schemas import Empty, OperationOut, Strict, Text
 from models_app.errors import NotFound
 from models_app.models import Preset
 from models_app.presentation.limits_table import limits
-from models_app.services.host_drain import host_drain
-from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
-from models_app.services.rollout import instance_move, model_roll
-from models_app.services.sleep_ram import sleep_ram
-from models_app.services.stop_then_start import instance_move_stopped
+from models_app.services.memory.sleep_ram import sleep_ram
+from models_app.services.plans.host_drain import host_drain
+from models_app.services.plans.presets import preset_apply, preset_delete, preset_diff, preset_save
+from models_app.services.plans.rollout import instance_move, model_roll
+from models_app.services.plans.stop_then_start import instance_move_stopped
 
 router = Router()
 PresetName = Annotated[str, Path(max_length=64)]

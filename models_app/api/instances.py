@@ -28,18 +28,18 @@ from models_app.api.schemas import (
 from models_app.errors import InvalidInput, NotFound
 from models_app.models import Instance
 from models_app.selectors import instance_log
-from models_app.services.kvcache import (
+from models_app.services.lifecycle.launch import instance_restart
+from models_app.services.lifecycle.sleep import instance_sleep, instance_wake
+from models_app.services.lifecycle.stop import instance_stop, stop_all
+from models_app.services.logs import attempt_log, log_name
+from models_app.services.memory.kvcache import (
     kvcache_limit_percent_set,
     kvcache_limit_set,
     kvcache_safety_floor,
     kvcache_trim,
 )
-from models_app.services.launch import instance_restart
-from models_app.services.logs import attempt_log, log_name
+from models_app.services.plans.rebalancing import hand_back
 from models_app.services.proposals import proposal_take, proposals_of
-from models_app.services.rebalancing import hand_back
-from models_app.services.sleep import instance_sleep, instance_wake
-from models_app.services.stop import instance_stop, stop_all
 from models_app.states import LIVE, InstanceState
 
 router = Router()

@@ -16,11 +16,11 @@ from models_app.api.models import ServedName, model_named
 from models_app.api.schemas import MAX_ID, Bytes, Empty, OperationOut, Strict, Text
 from models_app.errors import NotFound
 from models_app.models import Operation
-from models_app.services.cards import policy_of
-from models_app.services.memory_rules import gpu_policy_change
-from models_app.services.operations import operation_cancel
-from models_app.services.placement import Wish
-from models_app.services.room import room_judge, room_make, tidy
+from models_app.services.memory.cards import policy_of
+from models_app.services.memory.memory_rules import gpu_policy_change
+from models_app.services.memory.placement import Wish
+from models_app.services.plans.operations import operation_cancel
+from models_app.services.plans.room import room_judge, room_make, tidy
 
 router = Router()
 

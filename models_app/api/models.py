@@ -14,7 +14,7 @@ from models_app.api.idempotency import once
 from models_app.api.schemas import CommandOut, InstanceOut, LaunchIn, LaunchOut, ModelIn, ModelOut, ModelPatch
 from models_app.errors import NotFound
 from models_app.models import Instance, Model
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
 from models_app.services.models import command_preview, model_create, model_delete, model_update
 
 router = Router()

@@ -8,7 +8,7 @@ from django import forms
 
 from models_app.errors import InvalidInput
 from models_app.models import MemoryPolicy
-from models_app.services.kvcache import parse_percent, parse_size
+from models_app.services.memory.kvcache import parse_percent, parse_size
 
 
 class LimitForm(forms.Form):

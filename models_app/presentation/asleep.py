@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models_app.models import Instance
-from models_app.services.sleep_ram import weights_bytes
+from models_app.services.memory.sleep_ram import weights_bytes
 from models_app.states import InstanceState
 
 

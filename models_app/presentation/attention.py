@@ -12,7 +12,7 @@ from models_app.presentation import words
 from models_app.presentation.board import Board, Row
 from models_app.presentation.item import Item
 from models_app.presentation.memory_alerts import memory_items
-from models_app.services.host_loss import freeze_sentence
+from models_app.services.lifecycle.host_loss import freeze_sentence
 from models_app.states import InstanceState, LimitStatus
 
 #: A limit that waits for requests to finish is normal for this long.

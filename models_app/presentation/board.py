@@ -16,8 +16,8 @@ from models_app.models import Instance, MemoryPolicy
 from models_app.presentation.actions import Action, actions_for
 from models_app.presentation.leftover_view import Holding, Leftover, leftovers_of, unclaimed_bytes
 from models_app.presentation.memory_bar import Bar, Share, with_distinct_slots
-from models_app.services.leftovers import orphans_shown
-from models_app.services.sleep_ram import SleepRam, sleep_ram
+from models_app.services.lifecycle.leftovers import orphans_shown
+from models_app.services.memory.sleep_ram import SleepRam, sleep_ram
 from models_app.states import OCCUPIES_GPU, DesiredState, InstanceState
 
 #: A reading older than this is shown as old.

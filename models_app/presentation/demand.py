@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from models_app.models import Model
 from models_app.presentation.item import Item
 from models_app.selectors import DEMAND_REFUSED_S
-from models_app.services.thrash import thrash_pairs
+from models_app.services.plans.thrash import thrash_pairs
 
 #: While requests wait, the wish is repeated more often than this.
 _SHOWN_S = 2 * DEMAND_REFUSED_S

@@ -12,8 +12,8 @@ from gpus_app.policies.fit import Need, Verdict
 from models_app.models import Model
 from models_app.presentation.board import build_card
 from models_app.presentation.memory_bar import Bar, Share, with_distinct_slots
-from models_app.services.placement import Wish
-from models_app.services.room import room_judge
+from models_app.services.memory.placement import Wish
+from models_app.services.plans.room import room_judge
 
 _TONES = {Verdict.FITS: "ok", Verdict.AFTER_ROOM: "warn", Verdict.DOES_NOT_FIT: "bad"}
 _WORDS = {

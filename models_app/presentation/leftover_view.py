@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from models_app.services.leftovers import Orphan
+from models_app.services.lifecycle.leftovers import Orphan
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from models_app.models import Instance
 from models_app.presentation.board import GpuCard
 from models_app.presentation.memory_bar import Bar
 from models_app.presentation.words import gib, size
-from models_app.services.kvcache import LimitAnswer
+from models_app.services.memory.kvcache import LimitAnswer
 
 
 @dataclass(slots=True)

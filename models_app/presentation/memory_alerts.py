@@ -9,7 +9,7 @@ from gpus_app.policies.base import kv_headroom_bytes
 from models_app.presentation import words
 from models_app.presentation.board import GpuCard, Row
 from models_app.presentation.item import Item
-from models_app.services.leaks import growth_of, growth_sentence
+from models_app.services.memory.leaks import growth_of, growth_sentence
 
 #: Holders that are named, the largest first.
 MOST_NAMED = 4

@@ -12,6 +12,7 @@ from django.db import transaction
 from gpus_app.models import Host
 from models_app import broker, dispatch, selectors
 from models_app.engines.client import EngineClient, EngineRefused
+from models_app.engines.identity import installation_id
 from models_app.engines.process import Status, read_status
 from models_app.engines.progress import tail
 from models_app.errors import EngineUnavailable
@@ -26,6 +27,11 @@ EngineSaidNo = (EngineUnavailable, EngineRefused)
 #: What other hosts' web processes may read of a log, and for how long after the last look.
 _SHARED_LINES = 400
 _SHARED_S = 3600
+
+
+def this_installation() -> str:
+    """The mark by which processes, segments and folders of this installation are known on its hosts."""
+    return installation_id(Path(settings.SARDEENZ_HOME))
 
 
 def here(instance_id: int) -> Instance | None:

@@ -15,8 +15,9 @@ from gpus_app.policies.base import gib
 from models_app.engines import facts as engine_facts
 from models_app.engines.facts import ModelFacts
 from models_app.models import Model, ModelAlias, WeightedRoute
-from models_app.services import placement, specs
-from models_app.services.memory_rules import memory_policy_check
+from models_app.services import specs
+from models_app.services.memory import placement
+from models_app.services.memory.memory_rules import memory_policy_check
 from models_app.services.model_fields import is_hub_id, read_fields
 
 Errors = dict[str, list[str]]

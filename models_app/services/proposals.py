@@ -13,11 +13,12 @@ from typing import Any
 from gpus_app.policies.base import gib
 from models_app.errors import Conflict, NotFound
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import placement, specs
-from models_app.services.launch import instance_restart
+from models_app.services import specs
+from models_app.services.lifecycle.launch import instance_restart
+from models_app.services.lifecycle.restart_policy import NO_MEMORY
+from models_app.services.memory import placement
+from models_app.services.memory.placement import Wish
 from models_app.services.models import model_update
-from models_app.services.placement import Wish
-from models_app.services.restart_policy import NO_MEMORY
 from models_app.states import InstanceState
 
 ROOM, CONTEXT, LIMIT = "room", "context", "limit"

@@ -11,7 +11,7 @@ from django.conf import settings
 from gpus_app.models import Gpu, Host
 from models_app.engines.base import ENGINES, Command, Engine, EngineSpec, LaunchContext
 from models_app.models import Instance, LaunchAttempt, Model
-from models_app.services.leftovers import this_installation
+from models_app.services.access import this_installation
 
 
 def spec_of(model: Model, aliases: Sequence[str] | None = None) -> EngineSpec:

@@ -18,14 +18,14 @@ from models_app.presentation.actions import allowed
 from models_app.presentation.asleep import asleep_facts
 from models_app.presentation.board import GpuCard, build_board, build_card, label_of, make_row
 from models_app.presentation.limits import limit_answer_text, preview, trim_answer_text
-from models_app.services.kvcache import kvcache_limit_set, kvcache_safety_floor, kvcache_trim
-from models_app.services.launch import instance_restart
+from models_app.services.lifecycle.launch import instance_restart
+from models_app.services.lifecycle.sleep import instance_sleep, instance_wake
+from models_app.services.lifecycle.stop import instance_stop, stop_all
+from models_app.services.memory.kvcache import kvcache_limit_set, kvcache_safety_floor, kvcache_trim
+from models_app.services.plans.rebalancing import hand_back
+from models_app.services.plans.rollout import instance_move
+from models_app.services.plans.stop_then_start import instance_move_stopped
 from models_app.services.proposals import proposal_take, proposals_of
-from models_app.services.rebalancing import hand_back
-from models_app.services.rollout import instance_move
-from models_app.services.sleep import instance_sleep, instance_wake
-from models_app.services.stop import instance_stop, stop_all
-from models_app.services.stop_then_start import instance_move_stopped
 from models_app.views.common import (
     act,
     actor_of,

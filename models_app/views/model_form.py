@@ -17,7 +17,7 @@ from models_app.models import Model
 from models_app.permissions import may_risk, require_role
 from models_app.presentation.folders import browse
 from models_app.presentation.launching import Fit, fit_of
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
 from models_app.services.model_check import candidate_of, judge
 from models_app.services.models import CommandPreview, command_preview, model_create, model_update
 from models_app.views.common import actor_of, is_fragment

@@ -21,12 +21,12 @@ from models_app.presentation import words
 from models_app.presentation.board import Row, build_board, make_row
 from models_app.presentation.demand import wish_sentence
 from models_app.presentation.launching import Fit, fit_of
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.stop import instance_stop
+from models_app.services.memory.placement import Wish
 from models_app.services.models import CommandPreview, command_preview, model_delete, model_facts
-from models_app.services.placement import Wish
-from models_app.services.rollout import model_roll
-from models_app.services.room import room_make
-from models_app.services.stop import instance_stop
+from models_app.services.plans.rollout import model_roll
+from models_app.services.plans.room import room_make
 from models_app.states import TERMINAL, InstanceState
 from models_app.views.common import act, actor_of, back_address, dialog, done, refused, role_for, target_is, trigger
 

@@ -9,7 +9,7 @@ from django.views.decorators.http import require_GET, require_POST
 
 from models_app.models import Operation
 from models_app.permissions import require_role
-from models_app.services.operations import operation_cancel
+from models_app.services.plans.operations import operation_cancel
 from models_app.views.common import act, actor_of, target_is
 
 PAGE = 30

@@ -16,12 +16,12 @@ from models_app.forms.policy import HOLDS, GpuPolicyForm, MemoryPolicyForm
 from models_app.models import Instance, Model
 from models_app.permissions import may_risk, require_role
 from models_app.presentation import limits_table
-from models_app.services.cards import policy_of
-from models_app.services.host_drain import host_drain
-from models_app.services.memory_rules import gpu_policy_change
+from models_app.services.lifecycle.reaping import leftover_reap
+from models_app.services.memory.cards import policy_of
+from models_app.services.memory.memory_rules import gpu_policy_change
 from models_app.services.models import model_update
-from models_app.services.reaping import leftover_reap
-from models_app.services.room import tidy
+from models_app.services.plans.host_drain import host_drain
+from models_app.services.plans.room import tidy
 from models_app.views.common import act, actor_of, back_address, dialog, done, refused, target_is, trigger
 
 BOARD = {"names": ["board", "models"]}

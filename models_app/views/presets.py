@@ -9,7 +9,7 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from models_app.errors import InvalidInput, SardeenzError
 from models_app.models import Model, Preset
 from models_app.permissions import require_role
-from models_app.services.presets import preset_apply, preset_delete, preset_diff, preset_save
+from models_app.services.plans.presets import preset_apply, preset_delete, preset_diff, preset_save
 from models_app.views.common import act, actor_of, done, is_fragment, refused, trigger
 
 #: What each act of a difference is called, and its tone.

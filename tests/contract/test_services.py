@@ -14,9 +14,9 @@ from models_app.engines import process, rundir
 from models_app.engines.identity import installation_id
 from models_app.engines.versions import detect_versions
 from models_app.models import Instance
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.stop import instance_stop
 from models_app.services.models import model_create
-from models_app.services.stop import instance_stop
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host
 from tests.contract.kit import LIMIT_S, Kit

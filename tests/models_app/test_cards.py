@@ -11,8 +11,8 @@ from django.utils import timezone
 
 from gpus_app.models import Gpu
 from models_app.models import Instance, MemoryPolicy
-from models_app.services.cards import Card, cards
-from models_app.services.placement import WAIVED
+from models_app.services.memory.cards import Card, cards
+from models_app.services.memory.placement import WAIVED
 from models_app.states import InstanceState, Stage
 from tests.builders import GIB, make_attempt, make_gpu, make_instance, make_model
 from tests.models_app.readings import BUNDLE, Readings, whole

@@ -9,8 +9,8 @@ from django.utils import timezone
 from gpus_app.models import Host
 from models_app import dispatch
 from models_app.models import IdempotencyRecord, Instance, Model, Operation
-from models_app.services import control
-from models_app.services.demand import model_demand
+from models_app.services.plans import control
+from models_app.services.plans.demand import model_demand
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model
 

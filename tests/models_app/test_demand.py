@@ -13,10 +13,10 @@ from models_app import transitions
 from models_app.models import AuditEntry, Instance, InstanceEvent, Model, Operation
 from models_app.router.table import RouteTable
 from models_app.selectors import routes_snapshot
-from models_app.services.demand import ACTOR, model_demand
-from models_app.services.operations import operation_step
-from models_app.services.room_wake import claim_waive
-from models_app.services.thrash import residence_s, thrash_pairs
+from models_app.services.plans.demand import ACTOR, model_demand
+from models_app.services.plans.operations import operation_step
+from models_app.services.plans.room_wake import claim_waive
+from models_app.services.plans.thrash import residence_s, thrash_pairs
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, SMALL_FACTS, make_gpu, make_instance, make_model
 from tests.models_app.pages import client_of

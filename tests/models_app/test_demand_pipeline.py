@@ -10,9 +10,9 @@ import pytest
 from gpus_app.models import Host
 from models_app import dispatch
 from models_app.models import Instance, Operation
-from models_app.services import demand_room
-from models_app.services.demand import ACTOR
-from models_app.services.thrash import thrash_pairs
+from models_app.services.plans import demand_room
+from models_app.services.plans.demand import ACTOR
+from models_app.services.plans.thrash import thrash_pairs
 from models_app.states import InstanceState
 from tests.builders import GIB
 from tests.models_app.pump import Pump

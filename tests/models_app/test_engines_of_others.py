@@ -14,10 +14,10 @@ from models_app.engines import process
 from models_app.errors import Conflict
 from models_app.models import Instance
 from models_app.services.access import client
-from models_app.services.kvcache import kvcache_limit_set
-from models_app.services.launch import model_launch
-from models_app.services.limit_apply import limit_apply, trim_apply
-from models_app.services.limit_foreign import write_limit
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.memory.kvcache import kvcache_limit_set
+from models_app.services.memory.limit_apply import limit_apply, trim_apply
+from models_app.services.memory.limit_foreign import write_limit
 from models_app.services.models import model_create
 from models_app.states import InstanceState
 from tests.builders import GIB
@@ -145,7 +145,7 @@ def test_crash_at_a_stage_is_one_failure(fleet: Host, pump: Pump, settings: Any,
 
 
 def test_stop_that_meets_a_hanging_handshake_is_carried_through(fleet: Host, pump: Pump, settings: Any) -> None:
-    from models_app.services.stop import instance_stop
+    from models_app.services.lifecycle.stop import instance_stop
 
     settings.SARDEENZ_SIM_FAULTS = "sigterm_hang"
     settings.SARDEENZ_SIM_SPEED = 1.0

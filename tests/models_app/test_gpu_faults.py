@@ -15,10 +15,10 @@ from gpus_app.probes.grades import Grade
 from gpus_app.services import gpu_uncordon, gpus_sync
 from models_app import dispatch
 from models_app.models import AuditEntry, Instance, Operation
-from models_app.services import control
-from models_app.services.gpu_faults import gpu_faults_check
-from models_app.services.launch import instance_place
-from models_app.services.operations import operation_step
+from models_app.services.lifecycle.launch import instance_place
+from models_app.services.plans import control
+from models_app.services.plans.gpu_faults import gpu_faults_check
+from models_app.services.plans.operations import operation_step
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_key, make_model
 from tests.models_app.pages import client_of

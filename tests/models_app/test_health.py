@@ -12,8 +12,8 @@ from models_app.engines.client import EngineRefused
 from models_app.engines.metrics import EngineMetrics
 from models_app.errors import EngineUnavailable
 from models_app.models import AuditEntry, Instance
-from models_app.services import health
-from models_app.services.health import health_check
+from models_app.services.lifecycle import health
+from models_app.services.lifecycle.health import health_check
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance
 

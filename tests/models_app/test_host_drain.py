@@ -12,9 +12,9 @@ from gpus_app.models import Host
 from models_app import dispatch
 from models_app.errors import Conflict
 from models_app.models import Instance, Operation
-from models_app.services.host_drain import host_drain
-from models_app.services.launch import instance_place
-from models_app.services.operations import operation_cancel, operation_step
+from models_app.services.lifecycle.launch import instance_place
+from models_app.services.plans.host_drain import host_drain
+from models_app.services.plans.operations import operation_cancel, operation_step
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_key, make_model, make_user
 from tests.models_app.pages import client_of

@@ -16,13 +16,14 @@ from models_app.engines.identity import Marker
 from models_app.engines.process import MarkedProcess
 from models_app.errors import Conflict
 from models_app.models import AuditEntry, Instance
-from models_app.services import control, leftovers
-from models_app.services.host_loss import freeze_sentence, vanished_together
-from models_app.services.launch import instance_place, instance_restart, model_launch
-from models_app.services.reconcile import reconcile_host
-from models_app.services.rollout import instance_move
-from models_app.services.sleep import sleep_again
-from models_app.services.start import _claim
+from models_app.services.access import this_installation
+from models_app.services.lifecycle.host_loss import freeze_sentence, vanished_together
+from models_app.services.lifecycle.launch import instance_place, instance_restart, model_launch
+from models_app.services.lifecycle.sleep import sleep_again
+from models_app.services.lifecycle.start import _claim
+from models_app.services.plans import control
+from models_app.services.plans.reconcile import reconcile_host
+from models_app.services.plans.rollout import instance_move
 from models_app.states import InstanceState
 from tests.builders import make_gpu, make_host, make_instance, make_model
 
@@ -233,7 +234,7 @@ def test_silent_sleeper_is_unreachable_and_asleep_again_when_its_host_is_back(
 ) -> None:
     """Unreachable is not gone: what its engine says counts, and the wish holds."""
     from models_app.engines.metrics import EngineMetrics
-    from models_app.services import reconcile
+    from models_app.services.plans import reconcile
 
     level = ["weights_offloaded"]
 
@@ -286,7 +287,7 @@ def test_lost_host_that_returns_ends_what_it_no_longer_owns(
         name="vllm",
         command="",
         session=4711,
-        marker=Marker(leftovers.this_installation(), row.pk, old.pk),
+        marker=Marker(this_installation(), row.pk, old.pk),
         run_dir=None,
     )
     monkeypatch.setattr(process, "find_marked", lambda _: [living])
@@ -316,7 +317,7 @@ def test_host_that_comes_and_goes_does_not_flap_in_the_routes(
     three: list[Host], settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models_app.engines.metrics import EngineMetrics
-    from models_app.services import reconcile
+    from models_app.services.plans import reconcile
 
     class Engine:
         def metrics(self) -> EngineMetrics:

@@ -11,7 +11,7 @@ from redis import Redis
 
 from gpus_app.models import Gpu
 from models_app.models import Instance
-from models_app.services.idle import idle_check
+from models_app.services.lifecycle.idle import idle_check
 from models_app.services.model_check import judge
 from models_app.states import DesiredState, InstanceState
 from tests.builders import make_gpu, make_instance, make_model

@@ -12,7 +12,7 @@ from django.db import connection
 from models_app import dispatch, transitions
 from models_app.errors import BelowFloor, BrokerAway, Conflict, InvalidInput
 from models_app.models import AuditEntry, Instance, MemoryPolicy
-from models_app.services.kvcache import (
+from models_app.services.memory.kvcache import (
     kvcache_limit_percent_set,
     kvcache_limit_set,
     kvcache_safety_floor,

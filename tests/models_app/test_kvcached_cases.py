@@ -19,12 +19,12 @@ from gpus_app.sampler.observer import Hint, Observer
 from gpus_app.sampler.record import InstancePart
 from models_app.engines import process
 from models_app.models import Instance
-from models_app.services.control import reconcile_control
-from models_app.services.kvcache import kvcache_limit_set, kvcache_trim
-from models_app.services.launch import model_launch
-from models_app.services.limit_apply import limit_apply, trim_apply
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.memory.kvcache import kvcache_limit_set, kvcache_trim
+from models_app.services.memory.limit_apply import limit_apply, trim_apply
 from models_app.services.models import model_create
-from models_app.services.reconcile import reconcile_host
+from models_app.services.plans.control import reconcile_control
+from models_app.services.plans.reconcile import reconcile_host
 from models_app.states import InstanceState
 from tests.builders import GIB
 from tests.models_app.pump import Pump

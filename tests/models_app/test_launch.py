@@ -10,9 +10,9 @@ from gpus_app.models import Host
 from models_app import dispatch
 from models_app.errors import BrokerAway, DoesNotFit, InvalidInput
 from models_app.models import AuditEntry, Instance, Model
-from models_app.services.launch import instance_place, instance_restart, model_launch
-from models_app.services.start import _claim
-from models_app.services.stop import instance_stop
+from models_app.services.lifecycle.launch import instance_place, instance_restart, model_launch
+from models_app.services.lifecycle.start import _claim
+from models_app.services.lifecycle.stop import instance_stop
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_instance, make_model
 from tests.race import race

@@ -14,7 +14,7 @@ from models_app import broker
 from models_app.models import Instance
 from models_app.presentation.attention import attention
 from models_app.presentation.board import build_board
-from models_app.services.leaks import growth_of, growth_sentence, leaks_look
+from models_app.services.memory.leaks import growth_of, growth_sentence, leaks_look
 from tests.builders import GIB, make_attempt, make_gpu, make_instance
 
 pytestmark = pytest.mark.django_db

@@ -12,8 +12,8 @@ import pytest
 from gpus_app import broker as gpu_broker
 from gpus_app.models import Gpu, Host
 from models_app import broker, dispatch
-from models_app.services import leftovers
-from models_app.services.leftovers import Orphan
+from models_app.services.lifecycle import leftovers
+from models_app.services.lifecycle.leftovers import Orphan
 from tests.builders import GIB, make_gpu, make_host, make_instance
 from tests.models_app.pages import client_of, read
 

@@ -19,11 +19,12 @@ from models_app.engines import process
 from models_app.engines.identity import MARKER, tmp_dir
 from models_app.errors import Conflict, NotFound
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import leftovers
-from models_app.services.control import restarts_due
-from models_app.services.launch import model_launch
+from models_app.services.access import this_installation
+from models_app.services.lifecycle import leftovers
+from models_app.services.lifecycle.launch import model_launch
 from models_app.services.models import model_create
-from models_app.services.reconcile import reconcile_host
+from models_app.services.plans.control import restarts_due
+from models_app.services.plans.reconcile import reconcile_host
 from models_app.states import DesiredState, InstanceState
 from tests.models_app.pump import Pump
 
@@ -126,7 +127,7 @@ def test_sockets_and_folders_of_a_start_that_a_newer_one_replaced_are_removed(re
     reconcile_host(fleet.name)
     assert not (Path("/dev/shm") / ready.ipc_name).exists()
     sockets.mkdir(exist_ok=True)
-    folder = tmp_dir(leftovers.this_installation(), ready.attempt_id or 0)
+    folder = tmp_dir(this_installation(), ready.attempt_id or 0)
     folder.mkdir(exist_ok=True)
     newer = LaunchAttempt.objects.create(instance=ready, number=2, host=fleet, run_dir=str(_folder(ready).parent / "x"))
     Instance.objects.filter(pk=ready.pk).update(state=S.STARTING, attempt=newer)
@@ -137,7 +138,7 @@ def test_sockets_and_folders_of_a_start_that_a_newer_one_replaced_are_removed(re
 
 def test_folder_of_a_start_that_comes_up_is_not_taken_from_it(ready: Instance, fleet: Host) -> None:
     process.terminate(_folder(ready), limit_s=1.0)
-    folder = tmp_dir(leftovers.this_installation(), ready.attempt_id or 0)
+    folder = tmp_dir(this_installation(), ready.attempt_id or 0)
     folder.mkdir(exist_ok=True)
     leftovers.sweep(fleet.name)
     assert folder.exists()

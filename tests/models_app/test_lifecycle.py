@@ -14,10 +14,10 @@ from gpus_app.models import Host
 from models_app import dispatch
 from models_app.engines import process
 from models_app.models import Instance
-from models_app.services.kvcache import kvcache_limit_set
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.stop import instance_stop
+from models_app.services.memory.kvcache import kvcache_limit_set
 from models_app.services.models import model_create
-from models_app.services.stop import instance_stop
 from models_app.states import InstanceState
 from tests.builders import GIB
 from tests.models_app.pump import Pump

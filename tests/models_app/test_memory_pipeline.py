@@ -17,10 +17,10 @@ from gpus_app.probes.simulated import SimulatedProbe
 from gpus_app.sampler.observer import Observer
 from models_app import dispatch
 from models_app.models import Instance, Model
-from models_app.services.cards import Card, cards
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.memory.cards import Card, cards
 from models_app.services.models import model_create
-from models_app.services.room import room_judge, room_make
+from models_app.services.plans.room import room_judge, room_make
 from models_app.states import InstanceState
 from tests.builders import GIB
 from tests.models_app.pump import Pump

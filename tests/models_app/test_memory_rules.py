@@ -9,8 +9,8 @@ import pytest
 from gpus_app.models import Gpu, GpuPolicy
 from models_app.errors import InvalidInput
 from models_app.models import MemoryPolicy, Model
-from models_app.services.cards import cards
-from models_app.services.memory_rules import claims_on, gpu_policy_change, memory_policy_check
+from models_app.services.memory.cards import cards
+from models_app.services.memory.memory_rules import claims_on, gpu_policy_change, memory_policy_check
 from models_app.services.models import model_create, model_update
 from models_app.states import InstanceState
 from tests.builders import GIB, SMALL_FACTS, make_gpu, make_instance, make_model

@@ -10,8 +10,8 @@ from django.utils import timezone
 from models_app import dispatch
 from models_app.errors import Conflict
 from models_app.models import AuditEntry, Operation
-from models_app.services import operations
-from models_app.services.operations import HANDLERS, Progress, operation_cancel, operation_create, operation_step
+from models_app.services.plans import operations
+from models_app.services.plans.operations import HANDLERS, Progress, operation_cancel, operation_create, operation_step
 
 pytestmark = pytest.mark.django_db
 

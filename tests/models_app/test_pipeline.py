@@ -17,13 +17,13 @@ from models_app import dispatch
 from models_app.engines import process
 from models_app.errors import Conflict, DoesNotFit, InvalidInput
 from models_app.models import AuditEntry, Instance, InstanceEvent, Model
-from models_app.services.control import reconcile_control
-from models_app.services.kvcache import kvcache_limit_set
-from models_app.services.launch import instance_restart, model_launch
+from models_app.services.lifecycle.launch import instance_restart, model_launch
+from models_app.services.lifecycle.sleep import instance_sleep, instance_wake
+from models_app.services.lifecycle.stop import instance_stop, stop_all
+from models_app.services.memory.kvcache import kvcache_limit_set
 from models_app.services.models import model_create
-from models_app.services.reconcile import reconcile_host
-from models_app.services.sleep import instance_sleep, instance_wake
-from models_app.services.stop import instance_stop, stop_all
+from models_app.services.plans.control import reconcile_control
+from models_app.services.plans.reconcile import reconcile_host
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_model
 from tests.models_app.pump import Pump

@@ -14,8 +14,8 @@ from gpus_app.models import Gpu, GpuPolicy, Host
 from gpus_app.policies.make_room import make_room
 from gpus_app.policies.placement import available_bytes
 from models_app.models import MemoryProfile, Model
-from models_app.services.cards import cards
-from models_app.services.placement import Wish, gpu_states, need_on, place, profile_key, refusal
+from models_app.services.memory.cards import cards
+from models_app.services.memory.placement import Wish, gpu_states, need_on, place, profile_key, refusal
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model, make_record
 

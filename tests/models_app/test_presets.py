@@ -10,13 +10,14 @@ from gpus_app.models import Host
 from models_app import dispatch
 from models_app.errors import Conflict, InvalidInput
 from models_app.models import Instance, Model, Operation, Preset
-from models_app.services import presets, specs
-from models_app.services.launch import model_launch
+from models_app.services import specs
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.stop import instance_stop
 from models_app.services.model_fields import POLICY_READERS, READERS
 from models_app.services.models import model_create, model_update
-from models_app.services.operations import operation_cancel, operation_step
-from models_app.services.presets import preset_apply, preset_diff, preset_save
-from models_app.services.stop import instance_stop
+from models_app.services.plans import presets
+from models_app.services.plans.operations import operation_cancel, operation_step
+from models_app.services.plans.presets import preset_apply, preset_diff, preset_save
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance
 

@@ -13,7 +13,7 @@ from models_app.engines.client import EngineClient
 from models_app.engines.process import Status
 from models_app.engines.progress import Progress
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import probe
+from models_app.services.lifecycle import probe
 from models_app.states import InstanceState, Stage
 from tests.builders import make_host, make_instance, make_model
 

@@ -11,10 +11,10 @@ from django.utils import timezone
 from gpus_app.models import Gpu, GpuPolicy
 from models_app import dispatch, transitions
 from models_app.models import Instance, InstanceEvent, MemoryPolicy, Operation
-from models_app.services import rebalancing
-from models_app.services.kvcache import kvcache_limit_set
-from models_app.services.launch import instance_place
-from models_app.services.rebalancing import hand_back, rebalance_all
+from models_app.services.lifecycle.launch import instance_place
+from models_app.services.memory.kvcache import kvcache_limit_set
+from models_app.services.plans import rebalancing
+from models_app.services.plans.rebalancing import hand_back, rebalance_all
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_instance, make_model
 from tests.models_app.readings import BUNDLE, Readings, whole

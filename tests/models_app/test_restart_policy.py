@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from models_app.services.restart_policy import NO_MEMORY, Decision, decide
+from models_app.services.lifecycle.restart_policy import NO_MEMORY, Decision, decide
 
 
 def _decide(**changes: Any) -> Decision:

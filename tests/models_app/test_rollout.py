@@ -10,12 +10,12 @@ from gpus_app.models import Gpu, Host
 from models_app import broker, transitions
 from models_app.errors import BrokerAway, Conflict, DoesNotFit
 from models_app.models import Instance, Operation
-from models_app.services import rollout
-from models_app.services.control import reconcile_control, restarts_due
-from models_app.services.launch import instance_place, instance_restart, model_launch
-from models_app.services.operations import operation_cancel, operation_step
-from models_app.services.rollout import instance_move, model_roll, successors_check
-from models_app.services.stop import instance_stop
+from models_app.services.lifecycle.launch import instance_place, instance_restart, model_launch
+from models_app.services.lifecycle.stop import instance_stop
+from models_app.services.plans import rollout
+from models_app.services.plans.control import reconcile_control, restarts_due
+from models_app.services.plans.operations import operation_cancel, operation_step
+from models_app.services.plans.rollout import instance_move, model_roll, successors_check
 from models_app.states import TERMINAL, DesiredState, InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model
 

@@ -13,13 +13,14 @@ from gpus_app.models import Gpu
 from models_app import transitions
 from models_app.errors import BrokerAway, Conflict, DoesNotFit
 from models_app.models import Instance, Model, Operation
-from models_app.services import kvcache, placement, room_steps, room_undo
-from models_app.services.launch import instance_place, model_launch
-from models_app.services.operations import operation_cancel, operation_step
-from models_app.services.plan_steps import steps_once
-from models_app.services.room import room_judge, room_make, tidy, tidy_plan
-from models_app.services.room_steps import cards_in_use
-from models_app.services.sleep import room_to_wake
+from models_app.services.lifecycle.launch import instance_place, model_launch
+from models_app.services.lifecycle.sleep import room_to_wake
+from models_app.services.memory import kvcache, placement
+from models_app.services.plans import room_steps, room_undo
+from models_app.services.plans.operations import operation_cancel, operation_step
+from models_app.services.plans.plan_steps import steps_once
+from models_app.services.plans.room import room_judge, room_make, tidy, tidy_plan
+from models_app.services.plans.room_steps import cards_in_use
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, SMALL_FACTS, make_gpu, make_instance, make_model
 from tests.models_app.pages import client_of

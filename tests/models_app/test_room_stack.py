@@ -9,10 +9,10 @@ import pytest
 
 from gpus_app.models import Gpu, GpuPolicy
 from models_app.models import Instance, Model, Operation
-from models_app.services.cards import cards
+from models_app.services.memory.cards import cards
+from models_app.services.memory.placement import need_on
 from models_app.services.models import model_create
-from models_app.services.placement import need_on
-from models_app.services.room import room_judge, room_make
+from models_app.services.plans.room import room_judge, room_make
 from models_app.states import InstanceState
 from tests.builders import GIB
 from tests.models_app.test_stack import Stack, _now, _ready, _until, stack  # noqa: F401 - the fixture

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from models_app.models import AuditEntry
-from models_app.services.control import reconcile_control
+from models_app.services.plans.control import reconcile_control
 from models_app.services.router_events import LIST, router_events_fold
 from sardeenz_site.router_feed import EVENTS_LIST
 

@@ -7,9 +7,9 @@ import pytest
 from gpus_app.models import Gpu, GpuPolicy
 from gpus_app.policies.fit import Need
 from models_app.models import Instance
-from models_app.services import placement
-from models_app.services.launch import instance_place
-from models_app.services.shares import UNKNOWN_NEED_BYTES, first_share, wake_share, wake_share_write
+from models_app.services.lifecycle.launch import instance_place
+from models_app.services.memory import placement
+from models_app.services.memory.shares import UNKNOWN_NEED_BYTES, first_share, wake_share, wake_share_write
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_instance, make_model
 from tests.models_app.readings import Readings, whole

@@ -19,13 +19,13 @@ from models_app import dispatch, transitions
 from models_app.engines.client import EngineClient
 from models_app.errors import Conflict, DoesNotFit, EngineUnavailable
 from models_app.models import Instance
-from models_app.services import shares
-from models_app.services.kvcache import LimitAnswer, kvcache_limit_set
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.sleep import instance_sleep, instance_wake
+from models_app.services.lifecycle.stop import instance_stop
+from models_app.services.memory import shares
+from models_app.services.memory.kvcache import LimitAnswer, kvcache_limit_set
 from models_app.services.models import model_create
-from models_app.services.reconcile import reconcile_host
-from models_app.services.sleep import instance_sleep, instance_wake
-from models_app.services.stop import instance_stop
+from models_app.services.plans.reconcile import reconcile_host
 from models_app.states import DesiredState, InstanceState, LimitStatus, Stage
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model, make_record
 from tests.models_app.pump import Pump

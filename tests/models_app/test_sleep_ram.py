@@ -13,10 +13,10 @@ from models_app import dispatch
 from models_app.engines.client import EngineClient
 from models_app.errors import Conflict, DoesNotFit, EngineUnavailable
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import idle, sleep
-from models_app.services.known_answer import answer_differs, answer_keep
-from models_app.services.sleep import instance_sleep, sleep_again
-from models_app.services.sleep_ram import sleep_ram
+from models_app.services.lifecycle import idle, sleep
+from models_app.services.lifecycle.known_answer import answer_differs, answer_keep
+from models_app.services.lifecycle.sleep import instance_sleep, sleep_again
+from models_app.services.memory.sleep_ram import sleep_ram
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_key, make_model
 from tests.models_app.pages import client_of
@@ -189,7 +189,7 @@ def test_wrong_answer_after_waking_is_never_routable(
     host: Host, says: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """E1: it is ended with the reason, and its policy loads it anew."""
-    from models_app.services import probe
+    from models_app.services.lifecycle import probe
 
     row = make_instance(
         host=host, model=make_model(enable_sleep_mode=True), state=S.STARTING, stage="waking", ready_at=host.created_at

@@ -23,10 +23,10 @@ from models_app.engines import process, rundir
 from models_app.errors import BrokerAway
 from models_app.models import Instance
 from models_app.selectors import instances_for_dashboard
-from models_app.services.kvcache import kvcache_limit_set, kvcache_trim
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.stop import instance_stop
+from models_app.services.memory.kvcache import kvcache_limit_set, kvcache_trim
 from models_app.services.models import model_create
-from models_app.services.stop import instance_stop
 from models_app.states import InstanceState
 from sardeenz_site.redis_url import celery_broker_url
 from sardeenz_site.run import valkey as private

@@ -13,8 +13,8 @@ from django.utils import timezone
 from models_app import dispatch
 from models_app.engines.process import StopProgress
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import probe, stop
-from models_app.services.sleep import wake_apply
+from models_app.services.lifecycle import probe, stop
+from models_app.services.lifecycle.sleep import wake_apply
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model
 
@@ -105,7 +105,7 @@ def test_sleeper_whose_model_was_edited_says_which_options_it_wakes_with(
     row: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E18"""
-    from models_app.services import sleep
+    from models_app.services.lifecycle import sleep
 
     class Engine:
         def wake(self) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from gpus_app.models import Gpu, Host
 from models_app import dispatch
 from models_app.errors import Conflict, DoesNotFit
 from models_app.models import Instance, LaunchAttempt
-from models_app.services import stop
-from models_app.services.launch import instance_place
-from models_app.services.rollout import instance_move
-from models_app.services.stop_then_start import instance_move_stopped
+from models_app.services.lifecycle import stop
+from models_app.services.lifecycle.launch import instance_place
+from models_app.services.plans.rollout import instance_move
+from models_app.services.plans.stop_then_start import instance_move_stopped
 from models_app.states import InstanceState
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_key, make_model
 from tests.models_app.pages import client_of

@@ -12,8 +12,8 @@ from gpus_app.models import Host
 from models_app import dispatch
 from models_app.errors import BrokerAway
 from models_app.models import InstanceEvent
-from models_app.services.launch import model_launch
-from models_app.services.suspicion import instance_suspect
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.suspicion import instance_suspect
 from models_app.states import InstanceState
 from tests.builders import make_instance, make_model
 from tests.models_app.pump import Pump

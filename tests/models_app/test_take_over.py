@@ -18,12 +18,12 @@ from gpus_app.models import Host
 from models_app import selectors
 from models_app.engines import process
 from models_app.models import Instance, Operation
-from models_app.services.control import reconcile_control
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
 from models_app.services.models import model_create
-from models_app.services.operations import operation_cancel
-from models_app.services.reconcile import reconcile_host
-from models_app.services.rollout import instance_move
+from models_app.services.plans.control import reconcile_control
+from models_app.services.plans.operations import operation_cancel
+from models_app.services.plans.reconcile import reconcile_host
+from models_app.services.plans.rollout import instance_move
 from models_app.states import InstanceState
 from tests.models_app.pump import Pump
 

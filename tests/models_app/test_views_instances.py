@@ -13,7 +13,7 @@ from django.test import AsyncClient, Client
 
 from gpus_app.models import Host
 from models_app.models import Instance, InstanceEvent, LaunchAttempt
-from models_app.services.kvcache import LimitAnswer
+from models_app.services.memory.kvcache import LimitAnswer
 from models_app.states import Stage
 from models_app.views import instances, playground
 from tests.builders import GIB, make_gpu, make_host, make_instance, make_model, make_user

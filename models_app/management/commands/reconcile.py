@@ -9,8 +9,8 @@ from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from models_app import selectors
-from models_app.services.control import reconcile_control
-from models_app.services.reconcile import reconcile_host
+from models_app.services.plans.control import reconcile_control
+from models_app.services.plans.reconcile import reconcile_host
 
 
 class Command(BaseCommand):

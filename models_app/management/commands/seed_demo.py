@@ -9,7 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from models_app.errors import SardeenzError
 from models_app.models import Model
-from models_app.services.launch import model_launch
+from models_app.services.lifecycle.launch import model_launch
 from models_app.services.models import model_create
 
 ACTOR = "seed_demo"

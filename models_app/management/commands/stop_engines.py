@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from models_app.services.shutdown import engines_stop
+from models_app.services.lifecycle.shutdown import engines_stop
 
 
 class Command(BaseCommand):

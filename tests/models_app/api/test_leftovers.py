@@ -19,10 +19,10 @@ from models_app import dispatch
 from models_app.engines import process
 from models_app.errors import Conflict
 from models_app.models import AuditEntry, Instance
-from models_app.services import leftovers, reaping
 from models_app.services.audit import audited
-from models_app.services.launch import model_launch
-from models_app.services.leftovers import Orphan
+from models_app.services.lifecycle import leftovers, reaping
+from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.leftovers import Orphan
 from models_app.services.models import model_create
 from models_app.states import InstanceState
 from tests.builders import make_host, make_instance
