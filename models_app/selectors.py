@@ -48,8 +48,13 @@ def live_by_gpu() -> dict[str, list[Instance]]:
 
 
 def token_limit(instance: Instance) -> int | None:
-    """The longest request, prompt and answer together, that the KV limit in force can hold; None when not known."""
+    """The longest request, prompt and answer together, that the KV limit can hold; None when not known.
+
+    It is the limit in force, or the one that a resting instance is given as soon as it works.
+    """
     limit, bundle = instance.effective_limit_bytes, instance.bundle_bytes
+    if limit and instance.limit_automatic:
+        limit = max(limit, instance.awake_limit_bytes or 0)
     per_token = (instance.model.facts or {}).get("kv_bytes_per_token_per_gpu")
     if not limit or not bundle or not per_token:
         return None

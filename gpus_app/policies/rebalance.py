@@ -39,18 +39,7 @@ def rebalance_cards(cards: Sequence[tuple[GpuView, Sequence[InstanceView]]], now
     Each card gives such an instance what it can; the least of these counts, and the others divide the rest again.
     """
     rows = {row.id: row for _, instances in cards for row in instances}
-    caps: dict[int, int] = {}
-    shared = _shared(cards)
-    ideal: dict[int, int] = {}
-    for _ in range(1 + len(shared)):
-        ideal = {}
-        for gpu, instances in cards:
-            for id_, target in _targets(gpu, [_capped(row, caps) for row in instances], now).items():
-                ideal[id_] = min(ideal.get(id_, target), target)
-        tighter = {id_: ideal[id_] for id_ in shared if id_ in ideal and ideal[id_] != caps.get(id_)}
-        if not tighter:
-            break
-        caps |= tighter
+    ideal = _ideal(cards, now)
     final = _settle(cards, ideal, now)
     lowers = [_lower(rows[id_], to, rows, final, now) for id_, to in final.items() if to < rows[id_].limit_bytes]
     granted = _grant(cards, final)
@@ -67,6 +56,40 @@ def rebalance_cards(cards: Sequence[tuple[GpuView, Sequence[InstanceView]]], now
         sentence=" ".join(problems) or _summary(lowers, raises, rows),
         room_bytes=min((_budget(gpu, inst) - _sum(targets, inst) for gpu, inst in cards), default=0),
     )
+
+
+def awake_limits(cards: Sequence[tuple[GpuView, Sequence[InstanceView]]], now: float) -> dict[int, int]:
+    """For each instance that its idle rule keeps small: the limit in bytes that the rules give it as soon as it works,
+    as far as its longest request needs it.
+
+    A request of that size may come in: it waits inside for the next look, which raises the limit.
+    """
+    resting = {row.id: row for _, rows in cards for row in rows if row.elastic and rests(row, now)}
+    found = {}
+    for id_, row in resting.items():
+        awake = [
+            (gpu, [replace(one, idle_since=None) if one.id == id_ else one for one in rows]) for gpu, rows in cards
+        ]
+        ideal = _ideal(awake, now)[id_]
+        found[id_] = min(ideal, max(row.full_context_bytes, row.lowest_bytes)) if row.full_context_bytes else ideal
+    return found
+
+
+def _ideal(cards: Sequence[tuple[GpuView, Sequence[InstanceView]]], now: float) -> dict[int, int]:
+    """The limit of every elastic instance that the rules want in the end, one number for all of its cards."""
+    caps: dict[int, int] = {}
+    shared = _shared(cards)
+    ideal: dict[int, int] = {}
+    for _ in range(1 + len(shared)):
+        ideal = {}
+        for gpu, instances in cards:
+            for id_, target in _targets(gpu, [_capped(row, caps) for row in instances], now).items():
+                ideal[id_] = min(ideal.get(id_, target), target)
+        tighter = {id_: ideal[id_] for id_ in shared if id_ in ideal and ideal[id_] != caps.get(id_)}
+        if not tighter:
+            break
+        caps |= tighter
+    return ideal
 
 
 def demand(row: InstanceView, now: float) -> int:

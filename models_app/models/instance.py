@@ -97,6 +97,9 @@ class Instance(models.Model):
     limit_message = models.CharField(max_length=1000, blank=True)
     limit_answer = models.JSONField(default=dict, blank=True, help_text="The engine's last answer to a limit or trim.")
     effective_limit_bytes = models.BigIntegerField(null=True, blank=True)
+    awake_limit_bytes = models.BigIntegerField(
+        null=True, blank=True, help_text="While its idle rule keeps it small: what it is given as soon as it works."
+    )
     capacity_bytes = models.BigIntegerField(null=True, blank=True)
     bundle_bytes = models.BigIntegerField(null=True, blank=True)
     hard_minimum_bytes = models.BigIntegerField(null=True, blank=True)

@@ -263,6 +263,34 @@ def test_tensor_parallel_instance_keeps_one_limit_that_fits_both_cards(gpu: Gpu,
     assert _policy(gpu).plan["steps"] == _policy(second).plan["steps"]
 
 
+def test_routers_are_told_how_far_a_resting_instance_grows(gpu: Gpu, readings: Readings) -> None:
+    row = make_instance(
+        gpus=[gpu],
+        effective_limit_bytes=whole(8 * GIB),
+        capacity_bytes=70 * GIB,
+        safety_floor_bytes=GIB,
+        full_context_floor_bytes=6 * GIB,
+        ready_at=timezone.now() - timedelta(hours=1),
+    )
+    MemoryPolicy.objects.filter(model=row.model).update(idle_shrink_after_s=60)
+    readings.part(row)
+
+    def promised() -> int | None:
+        return Instance.objects.values_list("awake_limit_bytes", flat=True).get(pk=row.pk)
+
+    rebalance_all()
+    assert _wish(row) == whole(GIB) + BUNDLE
+    assert promised() == 6 * GIB
+    readings.part(row, waiting=1)
+    rebalance_all()
+    assert promised() is None
+    readings.part(row, waiting=0)
+    GpuPolicy.objects.filter(gpu=gpu).update(rebalance=GpuPolicy.Rebalance.OFF)
+    Instance.objects.filter(pk=row.pk).update(awake_limit_bytes=6 * GIB)
+    rebalance_all()
+    assert promised() is None
+
+
 def test_most_careful_mode_of_cards_that_share_an_instance_counts(gpu: Gpu, readings: Readings) -> None:
     second = make_gpu(index=1)
     GpuPolicy.objects.filter(gpu=second).update(rebalance="off")

@@ -106,6 +106,18 @@ def test_longest_request_follows_the_limit_in_force() -> None:
     assert held < 8192
 
 
+def test_resting_instance_is_asked_for_as_much_as_it_gets_when_it_works() -> None:
+    row = make_instance(bundle_bytes=117_440_512, effective_limit_bytes=2 * 117_440_512)
+    row.awake_limit_bytes, row.limit_automatic = 9 * 117_440_512, True
+    held = token_limit(row)
+    assert held is not None
+    assert held >= 8192
+    row.limit_automatic = False  # by hand: nobody raises it
+    held = token_limit(row)
+    assert held is not None
+    assert held < 8192
+
+
 def test_table_costs_the_same_queries_for_many_models(django_assert_max_num_queries: Any) -> None:
     host = make_host()
     for index in range(12):

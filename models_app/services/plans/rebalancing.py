@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from django.utils import timezone
@@ -16,9 +16,10 @@ from django.utils import timezone
 from gpus_app.events import publish_gpus_on_commit
 from gpus_app.models import GpuPolicy
 from gpus_app.policies.base import InstanceView, Plan, StepKind, gib
-from gpus_app.policies.rebalance import rebalance_cards
+from gpus_app.policies.rebalance import awake_limits, rebalance_cards
 from models_app import broker, transitions
 from models_app.errors import BrokerAway, SardeenzError
+from models_app.events import publish_instance_on_commit
 from models_app.services.memory.cards import Card, cards
 from models_app.services.memory.kvcache import limit_write
 from models_app.services.plans.plan_steps import plan_steps
@@ -43,11 +44,14 @@ def rebalance_all(*, now: float | None = None) -> list[Plan]:
         mode = _mode(group, reserved)
         if mode == GpuPolicy.Rebalance.OFF:
             _remember(group, None, mode)
+            _promise(group, {})
             continue
-        plan = rebalance_cards([(card.view, card.for_rebalance()) for card in group], now)
+        views = [(card.view, card.for_rebalance()) for card in group]
+        plan = rebalance_cards(views, now)
         plans.append(plan)
         if mode == GpuPolicy.Rebalance.ON:
             _carry_out(group, plan)
+        _promise(group, awake_limits(views, now) if mode == GpuPolicy.Rebalance.ON else {})
         _remember(group, plan, mode)
     return plans
 
@@ -107,6 +111,15 @@ def _untold(card: Card, row: InstanceView) -> bool:
     """Whether it was asked for a limit that it has not answered. What is over a limit in force, the plan counts."""
     instance = card.instances[row.id]
     return row.elastic and instance.limit_acked_revision < instance.limit_revision
+
+
+def _promise(group: list[Card], limits: Mapping[int, int]) -> None:
+    """Tell the routers how far the limit of a resting instance goes as soon as a request needs it."""
+    for instance in {pk: one for card in group for pk, one in card.instances.items()}.values():
+        promised = limits.get(instance.pk) if instance.limit_automatic else None
+        if promised != instance.awake_limit_bytes:
+            transitions.report(instance.pk, awake_limit_bytes=promised)
+            publish_instance_on_commit(instance.pk, routes=True)
 
 
 def plan_json(plan: Plan, group: Iterable[Card]) -> dict[str, Any]:

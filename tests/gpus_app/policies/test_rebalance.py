@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpus_app.policies.base import GIB, MIB, GpuView, Harm, InstanceView, Plan, StepKind, gib, round_up
-from gpus_app.policies.rebalance import rebalance, rebalance_cards
+from gpus_app.policies.rebalance import awake_limits, rebalance, rebalance_cards
 from tests.gpus_app.policies.worlds import BUNDLES, NOW, apply, claims, clusters, gpu, instance, worlds
 
 World = tuple[GpuView, list[InstanceView]]
@@ -260,6 +260,31 @@ def test_idle_neighbour_of_a_hungry_one_keeps_room_for_its_longest_request() -> 
     assert rebalance(gpu(), [squeezed, idle], NOW + 30).targets[2] >= 5 * GIB
     resting = replace(idle, idle_shrink_after_s=60.0, idle_since=NOW - 500, limit_bytes=6 * GIB)
     assert rebalance(gpu(), [hungry, resting], NOW).targets[2] == idle.lowest_bytes
+
+
+def test_resting_instance_is_promised_what_its_longest_request_needs_and_gets_it() -> None:
+    resting = instance(
+        1, limit_bytes=GIB, full_context_bytes=5 * GIB, floor_bytes=GIB, idle_shrink_after_s=60.0, idle_since=NOW - 500
+    )
+    neighbour = instance(2, limit_bytes=60 * GIB, used_bytes=GIB)
+    assert rebalance(gpu(), [resting, neighbour], NOW).targets[1] == GIB
+    promised = awake_limits([(gpu(), [resting, neighbour])], NOW)
+    assert promised == {1: 5 * GIB}
+    # The long request is inside and waits: what was promised is the least that is given.
+    rows = [replace(resting, idle_since=None, waiting=1), neighbour]
+    for tick in range(3):
+        rows = apply(rebalance(gpu(), rows, NOW + 3 * tick), rows)
+    assert rows[0].limit_bytes >= promised[1]
+
+
+def test_no_more_is_promised_than_the_card_has_left() -> None:
+    resting = instance(
+        1, limit_bytes=GIB, full_context_bytes=50 * GIB, floor_bytes=GIB, idle_shrink_after_s=60.0, idle_since=NOW - 500
+    )
+    urgent = instance(2, priority=90, limit_bytes=60 * GIB, used_bytes=60 * GIB, running=60, waiting=60)
+    promised = awake_limits([(gpu(), [resting, urgent])], NOW)[1]
+    assert GIB <= promised < 20 * GIB
+    assert awake_limits([(gpu(), [replace(resting, idle_since=NOW - 1), urgent])], NOW) == {}
 
 
 def test_equals_meet_in_the_middle() -> None:
