@@ -71,6 +71,8 @@ class _Engine:
     has_status: bool | None = None
     tells_drift: bool = True
     segment: Segment | None = None
+    footprint_before: int | None = None  # by its segment, just before the cards were read
+    baseline: dict[str, int] = field(default_factory=dict)  # by GPU, the last that was read while nothing moved
     state: InstanceState = "starting"
     note: str = ""
     dead_since: float | None = None
@@ -118,6 +120,8 @@ class Observer:
         for attempt in live:
             self._engines.setdefault(attempt.attempt_id, _Engine())
         self._ask_metrics(live)  # engines answer while the cards are read
+        for attempt in live:
+            self._engines[attempt.attempt_id].footprint_before = self._footprint(attempt)
         readings = self.probe.read()
         at = self._wall()
         taken: dict[str, Attempt] = {}
@@ -334,7 +338,7 @@ class Observer:
             "replica": attempt.replica,
             "ipc": attempt.ipc_name,
             "resident": held,
-            "baseline": None if held is None else max(0, held - footprint),
+            "baseline": None if held is None else self._baseline(attempt, reading.uuid, held, footprint),
             "used": segment.used_bytes if segment else None,
             "prealloc": segment.prealloc_bytes if segment else None,
             "limit": segment.limit_bytes if segment else None,
@@ -350,6 +354,28 @@ class Observer:
             "note": note,
             "drift": segment.limit_bytes if segment and engine.foreign else None,
         }
+
+    def _baseline(self, attempt: Attempt, uuid: str, held: int, footprint: int) -> int:
+        """What it holds beside its KV memory, bytes.
+
+        Card and segment cannot be read at one moment. While pages come and go in between, their difference is off by
+        bundles, so the last figure that was read while the segment stood still counts on.
+        """
+        engine = self._engines.get(attempt.attempt_id)
+        found = max(0, held - footprint)
+        if engine is None or not attempt.alive or engine.segment is None:
+            return found
+        if engine.footprint_before == footprint == self._footprint(attempt):
+            engine.baseline[uuid] = found
+        return engine.baseline.get(uuid, found)
+
+    def _footprint(self, attempt: Attempt) -> int | None:
+        if not attempt.ipc_name:
+            return None
+        try:
+            return segments.read_segment(attempt.ipc_name, folder=self._shm).footprint_bytes
+        except (SegmentMissing, SegmentUnreadable, SegmentInvalid):
+            return None
 
     def _again(self, attempt: Attempt, segment: Segment) -> Segment:
         """The segment lags within one big release (20 ms were seen): read it once more before the parts look wrong."""

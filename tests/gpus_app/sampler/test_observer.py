@@ -236,6 +236,28 @@ def test_totals_follow_load_and_unload(world: World) -> None:
     assert (world.host.shm / world.host.ipc(2)).exists()
 
 
+def test_pages_that_come_between_two_reads_are_not_taken_for_weights(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = world.serve(1, held=5 * GIB, used=GIB)
+    baseline = 5 * GIB - GIB - 320 * MIB
+    assert world.one()["baseline"] == baseline
+    read = world.observer.probe.read
+
+    def maps_after_the_segment_was_read() -> Any:
+        world.host.hold(pid, {world.host.uuids[0]: 6 * GIB})
+        readings = read()
+        write_segment(world.host.shm, world.host.ipc(1), 8 * GIB, 2 * GIB - 200 * MIB, 320 * MIB)
+        return readings
+
+    monkeypatch.setattr(world.observer.probe, "read", maps_after_the_segment_was_read)
+    part = world.one()
+    assert part["resident"] == 6 * GIB
+    assert part["baseline"] == baseline
+    monkeypatch.undo()
+    assert world.one()["baseline"] == 6 * GIB - (2 * GIB - 200 * MIB) - 320 * MIB  # it stands still: it counts
+
+
 def test_with_no_engine_there_are_no_kv_figures(world: World) -> None:
     """SZ-081."""
     write_segment(world.host.shm, world.host.ipc(5), 8 * GIB, 3 * GIB)
