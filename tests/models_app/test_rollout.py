@@ -89,6 +89,22 @@ def test_move_ends_the_old_one_only_when_the_new_one_is_ready(old: Instance, hos
     assert _now(new).model.deployed
 
 
+def test_stopping_the_old_one_again_leaves_the_model_to_its_successor(old: Instance, valkey: str) -> None:
+    """A plan that wants its room, or a second click, comes while it ends already."""
+    successor = make_instance(model=old.model, gpus=[_second(old.host)], replaces=old)  # type: ignore[arg-type]
+    Instance.objects.filter(pk=old.pk).update(state=S.STOPPING, desired_state=DesiredState.STOPPED)
+    instance_stop(_now(old), actor="room")
+    assert _now(successor).model.deployed
+    instance_stop(_now(successor), actor="anna")
+    assert not _now(successor).model.deployed
+
+
+def test_stopping_the_old_one_by_hand_before_the_change_stops_the_model(old: Instance, valkey: str) -> None:
+    make_instance(model=old.model, gpus=[_second(old.host)], replaces=old, state=S.STARTING)  # type: ignore[arg-type]
+    instance_stop(_now(old), actor="anna")
+    assert not _now(old).model.deployed
+
+
 def test_successor_has_the_models_whole_configuration(old: Instance, host: Host) -> None:
     """SZ-061: the engine is started from the same row as the old one, extra arguments and all."""
     _look(_move(old, host))

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models import Q
 from django.utils import timezone
 
 from gpus_app import selectors as gpu_readings
@@ -50,8 +51,14 @@ def instance_stop(instance: Instance, *, actor: str, force: bool = False) -> Ins
 
 
 def _undeploy(row: Instance) -> None:
-    """The model is no longer wanted once nobody wants any replica of it."""
-    others = Instance.objects.filter(model_id=row.model_id, replaces=None).exclude(pk=row.pk)
+    """The model is no longer wanted once nobody wants any replica of it.
+
+    ``row`` as it was before: one that had to go already, because another takes over, has that one for its replica.
+    """
+    replicas = Q(replaces=None)
+    if row.desired_state == DesiredState.STOPPED:
+        replicas |= Q(replaces=row.pk)
+    others = Instance.objects.filter(replicas, model_id=row.model_id).exclude(pk=row.pk)
     if not others.exclude(desired_state=DesiredState.STOPPED).exists():
         Model.objects.filter(pk=row.model_id, deployed=True).update(deployed=False)
         events.publish_models_on_commit()
