@@ -202,7 +202,11 @@ def stop_step(run_dir: Path, *, limit_s: float, marker: Marker | None = None) ->
 
     The first call writes ``stop``, then SIGTERM goes to the engine, again every 3 s; from ``limit_s`` after the first
     call on (0: at once), SIGKILL goes to everything that is left, Python's resource tracker last.
+
+    Without its folder a start has not begun: whoever claimed it was killed before, and there is nothing to end.
     """
+    if not run_dir.is_dir():
+        return StopProgress(done=True, asked_s=0.0)
     asked = _stop_record(run_dir)
     status = read_status(run_dir)
     family = members(run_dir, status, marker)

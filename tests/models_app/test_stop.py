@@ -72,6 +72,16 @@ def test_memory_that_does_not_come_back_is_told_with_its_bytes(
     assert "3.0 GiB are still counted to it after 9 s" in _now(row).reason
 
 
+def test_start_whose_worker_was_killed_before_it_made_the_folder_can_be_stopped(row: Instance, tmp_path: Path) -> None:
+    LaunchAttempt.objects.update(
+        run_dir=str(tmp_path / "never-made"), ended_at=None, started_at=timezone.now() - timedelta(minutes=1)
+    )
+    assert not stop.instance_stop_step(row.pk)
+    row.refresh_from_db()
+    assert row.state == S.STOPPED
+    assert not (tmp_path / "never-made").exists()
+
+
 def test_process_that_outlives_sigkill_is_a_failed_stop_that_names_it(row: Instance, settings: Any) -> None:
     """C10: no stopping for ever."""
     settings.STOP_LIMIT_S, settings.KILL_LIMIT_S = 30.0, 20.0
