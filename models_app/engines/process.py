@@ -205,7 +205,7 @@ def stop_step(run_dir: Path, *, limit_s: float, marker: Marker | None = None) ->
 
     Without its folder a start has not begun: whoever claimed it was killed before, and there is nothing to end.
     """
-    if not run_dir.is_dir():
+    if marker is None and not run_dir.is_dir():
         return StopProgress(done=True, asked_s=0.0)
     asked = _stop_record(run_dir)
     status = read_status(run_dir)
