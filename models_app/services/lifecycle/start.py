@@ -17,7 +17,7 @@ from models_app.engines.causes import Cause
 from models_app.engines.process import AlreadyLaunched, LaunchFailed, LaunchRecord, NoFreePort
 from models_app.models import Instance, LaunchAttempt, new_engine_token
 from models_app.services import specs
-from models_app.services.access import here, host_of, this_installation
+from models_app.services.access import here, host_of, run_dir, this_installation
 from models_app.services.lifecycle import hosts
 from models_app.services.lifecycle.ending import instance_fail
 from models_app.services.lifecycle.stop import instance_stop_begin
@@ -29,6 +29,10 @@ S = InstanceState
 #: A port may be taken between our look and the claim by another instance's claim.
 _PORT_TRIES = 3
 FIRST_PROBE_S = 0.3
+_ANOTHERS = (
+    "Its run folder holds a start that the database knows nothing of, as after it was put back from a copy or lost its "
+    "last seconds. That engine is ended, and the next start has a folder of its own."
+)
 
 
 def instance_start(instance_id: int) -> bool:
@@ -48,6 +52,8 @@ def instance_start(instance_id: int) -> bool:
     try:
         record = _exec(row, attempt)
     except AlreadyLaunched:
+        if _is_anothers(row):
+            instance_fail(row, Cause("launch_failed", _ANOTHERS, "", ""))
         return False
     except (LaunchFailed, OSError, ValueError) as exc:
         message = getattr(exc, "message", None) or str(exc)
@@ -56,6 +62,13 @@ def instance_start(instance_id: int) -> bool:
     _record(attempt, record)
     _after(row)
     return True
+
+
+def _is_anothers(row: Instance) -> bool:
+    """Whether the folder is of a start that this one is not; a doubled message finds its own."""
+    folder = run_dir(row.attempt)
+    found = process.read_attempt(folder) if folder else None
+    return found is not None and found.get("port") != row.port
 
 
 def _claim(row: Instance) -> LaunchAttempt | None:
