@@ -193,9 +193,13 @@ def test_sleep_waits_for_requests_under_way_and_wake_serves_again(real: Started,
     slept: list[tuple[int, dict[str, Any]]] = []
 
     def doze(streams: list[Stream]) -> None:
+        with real.http() as http:  # all are inside before any begins: one that came to a sleeper would wait for ever
+            wait_for(lambda: http.get("/kvcache/status").json()["requests"]["waiting"] == 6, 60)
+        assert kvcache(real, "resume", {})[0] == 200
         wait_for(lambda: any(stream.chunks for stream in streams), 60)
         slept.append(kvcache(real, "sleep", {"level": 1}))
 
+    assert kvcache(real, "pause", {})[0] == 200
     assert [stream.text for stream in answers(real, 6, doze)] == undisturbed
     assert (slept[0][0], slept[0][1]["status"]) == (200, "asleep")
     assert kvcache(real, "sleep", {"level": 1})[1]["already"] is True
