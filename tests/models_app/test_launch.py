@@ -204,15 +204,23 @@ def test_launch_and_stop_at_once_end_in_one_clear_state(host: Host) -> None:
 
 
 def test_start_in_the_folder_of_one_that_the_database_forgot_fails_visibly(
-    host: Host, settings: Any, tmp_path: Path
+    host: Host, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings.SARDEENZ_RUN_DIR = tmp_path / "runs"
     row = make_instance(state=S.SCHEDULED, host=host, gpus=[host.gpus.all()[0]])
-    number = (LaunchAttempt.objects.order_by("-pk").values_list("pk", flat=True).first() or 0) + 1
-    folder = tmp_path / "runs" / str(number)
-    folder.mkdir(parents=True)
+    folder = tmp_path / "forgotten"
+    folder.mkdir()
     (folder / "status.json").write_text(json.dumps({"guardian_pid": 1, "guardian_start_ticks": 1, "started_at": 1.0}))
-    (folder / "attempt.json").write_text(json.dumps({"attempt_id": number, "instance_id": row.pk, "port": 1}))
+    (folder / "attempt.json").write_text(json.dumps({"instance_id": row.pk, "port": 1}))
+
+    def claim(row: Instance) -> LaunchAttempt:
+        attempt = _claim(row)
+        assert attempt is not None
+        attempt.run_dir = str(folder)
+        attempt.save(update_fields=["run_dir"])
+        return attempt
+
+    monkeypatch.setattr("models_app.services.lifecycle.start._claim", claim)
     assert not instance_start(row.pk)
     row.refresh_from_db()
     assert row.state == S.FAILED
