@@ -14,6 +14,7 @@ from typing import Any
 from gpus_app.models import Host
 from models_app.errors import InvalidInput
 from models_app.models import SERVED_NAME_RE, MemoryPolicy, Model
+from models_app.services.memory.placement import FOOTPRINT_OPTIONS
 from models_app.services.sizes import parse_size
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
@@ -271,26 +272,7 @@ POLICY_READERS: dict[str, Callable[[Any], Any]] = {
     "reclaim": _choice(MemoryPolicy.Reclaim.values),
 }
 #: A change of one of these is another command line: instances run on with the old one until they are restarted.
-ENGINE_FIELDS = frozenset(
-    {
-        "served_model_name",
-        "aliases",
-        "source",
-        "model",
-        "hf_revision",
-        "max_model_len",
-        "dtype",
-        "quantization",
-        "tensor_parallel_size",
-        "enforce_eager",
-        "enable_sleep_mode",
-        "enable_prefix_caching",
-        "kvcached",
-        "kv_layout",
-        "extra_args",
-        "load_format",
-    }
-)
+ENGINE_FIELDS = frozenset({"served_model_name", "aliases", "source", "model", *FOOTPRINT_OPTIONS})
 _REQUIRED = ("served_model_name", "source", "model")
 
 

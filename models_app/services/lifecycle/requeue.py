@@ -50,3 +50,17 @@ def requeue(
     if moved:
         dispatch.send_on_commit(dispatch.PLACE, row.pk, queue=dispatch.CONTROL_QUEUE)
     return moved
+
+
+def place_again(row: Instance, *, reason: str, actor: str) -> bool:
+    """scheduled → pending: nothing was started yet, so another card is chosen. False: someone was first."""
+    return transitions.move(
+        row.pk,
+        InstanceState.PENDING,
+        expected=InstanceState.SCHEDULED,
+        reason=reason,
+        actor=actor,
+        host=None,
+        gpu_uuids=[],
+        reserved_bytes=0,
+    )

@@ -210,7 +210,7 @@ def _static_share(extra_args: str) -> float:
 
 
 #: Options of a model that change how much memory an engine takes before any request.
-_FOOTPRINT_OPTIONS = (
+FOOTPRINT_OPTIONS = (
     "hf_revision",
     "max_model_len",
     "dtype",
@@ -227,7 +227,7 @@ _FOOTPRINT_OPTIONS = (
 
 
 def profile_options(model: Model) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in _FOOTPRINT_OPTIONS}
+    return {name: getattr(model, name) for name in FOOTPRINT_OPTIONS}
 
 
 def profile_key(model: Model, gpu_name: str) -> str:

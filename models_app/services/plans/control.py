@@ -21,7 +21,7 @@ from models_app.models import IdempotencyRecord, Instance, InstanceEvent, Model,
 from models_app.services import capture, keys, router_events, usage
 from models_app.services.lifecycle import host_loss, idle
 from models_app.services.lifecycle.launch import instance_place, replica_make
-from models_app.services.lifecycle.requeue import requeue
+from models_app.services.lifecycle.requeue import place_again, requeue
 from models_app.services.lifecycle.stop import instance_stop_begin
 from models_app.services.locks import instance_locked
 from models_app.services.plans import gpu_faults, rollout
@@ -109,16 +109,7 @@ def _silent_workers() -> None:
     for row in waiting:
         where = row.host.name if row.host else "?"
         if row.state == S.SCHEDULED:
-            transitions.move(
-                row.pk,
-                S.PENDING,
-                expected=S.SCHEDULED,
-                reason=f"The worker of {where} is silent: it is placed again.",
-                actor=ACTOR,
-                host=None,
-                gpu_uuids=[],
-                reserved_bytes=0,
-            )
+            place_again(row, reason=f"The worker of {where} is silent: it is placed again.", actor=ACTOR)
             continue
         reason = f"Waits for the worker of host {where}, which is silent."
         if row.reason != reason:

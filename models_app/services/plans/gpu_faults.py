@@ -17,6 +17,7 @@ from models_app.errors import Conflict, DoesNotFit
 from models_app.models import Instance, Model, Operation
 from models_app.services.lifecycle import host_loss
 from models_app.services.lifecycle.ending import instance_fail
+from models_app.services.lifecycle.requeue import place_again
 from models_app.services.lifecycle.restart_policy import GPU_FAULT
 from models_app.services.plans.operations import OPEN
 from models_app.services.plans.rollout import REPLACE, REPLACEABLE, instance_leave
@@ -46,16 +47,7 @@ def gpu_faults_check() -> None:
 def _off(row: Instance, gpu: Gpu) -> None:
     sentence = f"GPU {gpu.index} of {gpu.host.name} is out of order: {gpu.state_reason}"
     if row.state == S.SCHEDULED:
-        transitions.move(
-            row.pk,
-            S.PENDING,
-            expected=S.SCHEDULED,
-            reason=f"{sentence} It is placed again.",
-            actor=ACTOR,
-            host=None,
-            gpu_uuids=[],
-            reserved_bytes=0,
-        )
+        place_again(row, reason=f"{sentence} It is placed again.", actor=ACTOR)
         return
     if Operation.objects.filter(kind=REPLACE, model=row.model, state__in=OPEN).exists():
         return  # it is being moved, or its model renewed: looked at again afterwards
