@@ -294,6 +294,8 @@ def _lower(row: InstanceView, to: int, rows: Mapping[int, InstanceView], final: 
     taker = max(takers, key=lambda other: (final[other.id] - other.limit_bytes, -other.id), default=None)
     if rests(row, now) and row.idle_since is not None:
         why = f"idle for {now - row.idle_since:.0f} s: down to its lowest limit, {gib(to)}"
+    elif row.limit_bytes > row.highest_bytes and gib(row.limit_bytes) == gib(row.highest_bytes):
+        why = f"rounded down to whole bundles within its {_bound(row)}"
     elif row.limit_bytes > row.highest_bytes:
         why = f"its limit of {gib(row.limit_bytes)} is above its {_bound(row)} of {gib(row.highest_bytes)}"
     elif taker is not None:
