@@ -177,7 +177,7 @@
           y: { range: () => [0, this.ceiling()] },
         },
         axes: [
-          { ...axis, size: 28, space: tall ? 80 : 52, values: times },
+          { ...axis, size: 28, space: tall ? 110 : 76, values: times },
           { ...axis, size: 42, values: (_plot, ticks) => ticks.map((tick) => String(tick)) },
         ],
         series: [
