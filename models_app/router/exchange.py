@@ -128,7 +128,7 @@ class Exchange:
         body = self.ask.upstream_body(self.name, route)
         affinity = self.ask.affinity_text() if route.affinity and len(targets) > 1 else ""
         tried: list[TargetState] = []
-        failure: UpstreamError | None = None
+        failure = ""
         while len(tried) < router.config.attempts:
             if tried:  # the door's route is the newest: an instance that came up since the first try counts
                 targets = self.ask.fitting(door.route)
@@ -144,7 +144,7 @@ class Exchange:
                 try:
                     connection = await self._send(state, body)
                 except UpstreamError as exc:
-                    failure = exc
+                    failure = exc.kind  # not the error: its traceback would hold this frame, and the frame it
                     self._failed(state, exc.kind)
                     if exc.kind == "first_byte_timeout":
                         break  # the engine may be at work on it still: twice the work would help nobody
@@ -232,16 +232,16 @@ class Exchange:
             state.told_at = now
             self.router.tell_suspect(state.target.id, kind)
 
-    def _raise_unreachable(self, failure: UpstreamError | None) -> None:
-        if failure is None:
+    def _raise_unreachable(self, failure: str) -> None:
+        if not failure:
             raise not_ready(self.route)
-        if failure.kind == "first_byte_timeout":
+        if failure == "first_byte_timeout":
             raise RouterError(
                 503, "engine_timeout", f"The model '{self.route.name}' did not answer in time.", retry_after_s=5
             )
         raise RouterError(
             503,
             "engine_unreachable",
-            f"The model '{self.route.name}' could not be reached ({failure.kind}).",
+            f"The model '{self.route.name}' could not be reached ({failure}).",
             retry_after_s=2,
         )

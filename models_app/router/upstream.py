@@ -128,6 +128,7 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         self.pool.busy.discard(self)
         self.busy = False
+        self.error = None  # its traceback holds the frames of the request, and they us
         if not self.closed:
             self.closed = True
             self.transport.abort()
@@ -203,6 +204,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        del self.parser  # it holds us: together they would stay until the garbage collector comes by
         if not self.busy:
             self.pool.forget(self)
             return
