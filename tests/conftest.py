@@ -13,7 +13,8 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -52,6 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [i for i in items if i.get_closest_marker("django_db") or fixtures & {*getattr(i, "fixturenames", ())}]
     config.hook.pytest_deselected(items=[i for i in items if i not in kept])
     items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed shows what the whole stacks that live beside it have said."""
+    report = yield
+    module = sys.modules.get("tests.sardeenz_site.stack")
+    if report.failed and module is not None:
+        for stack in module.living:
+            report.sections.append((f"the last that {stack.url} said", "\n".join(stack.lines[-400:])))
+    return report
 
 
 @pytest.fixture(scope="session")
