@@ -87,7 +87,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
     return not cut
 
 
-async def client(port: int, until: float, tally: Tally) -> None:
+async def client(port: int, until: float, tally: Tally, *, keep: bool) -> None:
     body = json.dumps({"model": "bench", "messages": [], "stream": True, "max_tokens": CHUNKS}).encode()
     request = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
@@ -96,7 +96,7 @@ async def client(port: int, until: float, tally: Tally) -> None:
     while time.monotonic() < until:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            while time.monotonic() < until and await ask(reader, writer, request, tally):
+            while time.monotonic() < until and await ask(reader, writer, request, tally) and keep:
                 pass
         except (ConnectionError, asyncio.IncompleteReadError) as exc:
             tally.end("wrong", f"no answer: {exc!r}")
@@ -113,7 +113,7 @@ async def main(args: argparse.Namespace) -> int:
         router = stack.enter_context(our_router(folder, [port for port, _ in engines], workers=1))
         home = next(folder.glob("home-*"))
         until = time.monotonic() + args.minutes * 60
-        clients = [asyncio.create_task(client(router.port, until, tally)) for _ in range(args.streams)]
+        clients = [asyncio.create_task(client(router.port, until, tally, keep=not args.fresh)) for _ in range(args.streams)]
         memory = await watch(router, folder, home, engines, until, args.kill_every, tally)
         await asyncio.wait_for(asyncio.gather(*clients), 60)
     return report(tally, memory, args)
@@ -173,5 +173,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--fresh", action="store_true", help="a new connection for each stream")
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds")
     sys.exit(uvloop.run(main(parser.parse_args())))
