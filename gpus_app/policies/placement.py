@@ -324,7 +324,7 @@ def _by_hand(ordered: Sequence[GpuState], request: Request) -> Decision:
         return Decision(gpus=(), reason=rejections[0].sentence, rejections=tuple(rejections), largest_bytes=largest)
     return Decision(
         gpus=group,
-        reason=f"{names_of(group)}, chosen by hand: {gib(largest)} to give, {gib(request.need_bytes)} needed.",
+        reason=f"{names_of(group)}, as asked: {gib(largest)} to give, {gib(request.need_bytes)} needed.",
         largest_bytes=largest,
         waits=any(gpu.starting for gpu in group),
     )

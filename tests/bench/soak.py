@@ -113,7 +113,8 @@ async def main(args: argparse.Namespace) -> int:
         router = stack.enter_context(our_router(folder, [port for port, _ in engines], workers=1))
         home = next(folder.glob("home-*"))
         until = time.monotonic() + args.minutes * 60
-        clients = [asyncio.create_task(client(router.port, until, tally, keep=not args.fresh)) for _ in range(args.streams)]
+        asking = (client(router.port, until, tally, keep=not args.fresh) for _ in range(args.streams))
+        clients = [asyncio.create_task(one) for one in asking]
         memory = await watch(router, folder, home, engines, until, args.kill_every, tally)
         await asyncio.wait_for(asyncio.gather(*clients), 60)
     return report(tally, memory, args)

@@ -190,6 +190,57 @@ def test_wake_that_fails_puts_the_neighbour_back(gpu: Gpu, readings: Readings) -
     assert "waking failed" in _facts(sleeper.model)["reason"]
 
 
+def test_one_that_waits_to_be_placed_gets_room_as_well(gpu: Gpu, readings: Readings) -> None:
+    """After a crash its bytes had gone to a neighbour, and it waited beside it until its time was over."""
+    old = _neighbour(gpu, readings, "old")
+    model = _newcomer()
+    waits = make_instance(model=model, state=S.PENDING, placement_wish={"host": None, "gpu_uuids": []})
+    model_demand("new")
+    assert _plan() == [("sleep", "old"), ("launch", "new")]
+    operation = Operation.objects.get()
+    operation_step(operation.pk)
+    _falls_asleep(old, readings)
+    for _ in range(3):
+        operation_step(operation.pk)
+    waits.refresh_from_db()
+    operation.refresh_from_db()
+    assert (waits.state, waits.gpu_uuids) == (S.SCHEDULED, [gpu.uuid]), operation.message
+    for state in (S.STARTING, S.READY):
+        transitions.move(waits.pk, state, expected=S(Instance.objects.get(pk=waits.pk).state), reason="up")
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.state == Operation.State.SUCCEEDED, operation.message
+    assert Instance.objects.filter(model=model).count() == 1
+
+
+def test_one_that_waits_and_fits_is_placed_at_once(gpu: Gpu, readings: Readings) -> None:
+    model = _newcomer()
+    waits = make_instance(model=model, state=S.PENDING)
+    model_demand("new")
+    waits.refresh_from_db()
+    assert waits.state == S.SCHEDULED
+    assert not Operation.objects.exists()
+
+
+def test_one_that_woke_and_died_at_once_keeps_its_room(gpu: Gpu, readings: Readings) -> None:
+    """What it died of is a matter of its restart policy: its neighbour is not woken into the bytes that it needs."""
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    operation = Operation.objects.get()
+    operation_step(operation.pk)
+    _falls_asleep(old, readings)
+    for _ in range(3):
+        operation_step(operation.pk)
+    for state in (S.STARTING, S.READY, S.FAILED):
+        transitions.move(sleeper.pk, state, expected=S(Instance.objects.get(pk=sleeper.pk).state), reason="killed")
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    old.refresh_from_db()
+    assert operation.state == Operation.State.SUCCEEDED, operation.message
+    assert old.state == S.SLEEPING
+
+
 # --- who never does --------------------------------------------------------------------------------
 
 

@@ -179,6 +179,19 @@ def test_what_fits_needs_no_room_made(gpu: Gpu, readings: Readings, newcomer: Mo
         room_make(newcomer, actor="anna")
 
 
+def test_replica_that_waits_to_be_placed_gets_room(
+    gpu: Gpu, full: Instance, readings: Readings, newcomer: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = make_instance(model=newcomer, state=S.PENDING)
+    _trim(monkeypatch, readings)
+    operation = room_make(newcomer, actor="anna")
+    _until(operation, lambda one: one.phase == "lower")
+    _engine_obeys(full, readings)
+    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    waits.refresh_from_db()
+    assert (operation.steps[-1]["instance_id"], waits.state) == (waits.pk, S.SCHEDULED)
+
+
 def test_model_whose_replicas_all_run_needs_none(full: Instance, readings: Readings) -> None:
     with pytest.raises(Conflict, match="more replicas"):
         room_make(full.model, actor="anna")
@@ -210,6 +223,39 @@ def test_limit_is_lowered_bytes_are_seen_newcomer_starts_and_serves(
     _move(row, S.STARTING, S.READY)
     _step(operation)
     assert (operation.state, operation.message) == ("succeeded", "newcomer is ready.")
+
+
+def test_newcomer_that_served_and_died_between_two_looks_has_come_up(
+    gpu: Gpu, full: Instance, readings: Readings, newcomer: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _trim(monkeypatch, readings)
+    operation = room_make(newcomer, actor="anna")
+    _until(operation, lambda one: one.phase == "lower")
+    _engine_obeys(full, readings)
+    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    row = Instance.objects.get(pk=operation.steps[-1]["instance_id"])
+    assert instance_place(row.pk)
+    _move(row, S.STARTING, S.READY, S.FAILED)
+    _step(operation)
+    assert operation.state == "succeeded"
+
+
+def test_room_that_was_made_binds_no_later_start(
+    gpu: Gpu, full: Instance, readings: Readings, newcomer: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host lost, it must start elsewhere: only what a person chose holds it there."""
+    _trim(monkeypatch, readings)
+    operation = room_make(newcomer, actor="anna")
+    _until(operation, lambda one: one.phase == "lower")
+    _engine_obeys(full, readings)
+    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    row = Instance.objects.get(pk=operation.steps[-1]["instance_id"])
+    assert row.placement_wish["gpu_uuids"] == [gpu.uuid]
+    assert instance_place(row.pk)
+    _move(row, S.STARTING, S.READY)
+    _step(operation)
+    row.refresh_from_db()
+    assert placement.Wish.of(newcomer, row.placement_wish) == placement.Wish()
 
 
 def test_bytes_are_waited_for_after_the_engine_has_answered(

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from django.db import transaction
 
 from models_app import events, selectors
 from models_app.errors import BrokerAway, Conflict, DoesNotFit, SardeenzError
 from models_app.models import Instance, Model, Operation
-from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.launch import instance_place, model_launch
 from models_app.services.lifecycle.sleep import instance_wake
+from models_app.services.memory import placement
+from models_app.services.memory.placement import Wish
 from models_app.services.plans import demand_room
 from models_app.services.plans.operations import OPEN
 from models_app.services.plans.room_steps import MAKE_ROOM
@@ -27,15 +30,16 @@ S = InstanceState
 
 ACTOR = ON_DEMAND
 #: What serves, or is about to: a request waits for it.
-_COMING = frozenset({S.READY, S.STARTING, S.SCHEDULED, S.PENDING})
+_COMING = frozenset({S.READY, S.STARTING, S.SCHEDULED})
 
 
 def model_demand(served_model_name: str) -> None:
     """Wake a sleeping replica, else launch one, when the model is ``on_demand``; otherwise do nothing. Idempotent.
 
     ``served_model_name`` may be an alias. A replica that comes up already is waited for, not doubled, and so is room
-    that is being made. Where there is no room it is made from idle models that a request brings back; where it cannot
-    be made now but later, those who ask go on waiting; where it never can, they are told why.
+    that is being made. Where there is no room, for one that waits to be placed too, it is made from idle models that a
+    request brings back; where it cannot be made now but later, those who ask go on waiting; where it never can, they
+    are told why.
     """
     models = Model.objects.select_related("host", "memory_policy")
     model = (
@@ -52,9 +56,8 @@ def model_demand(served_model_name: str) -> None:
         # Calling it back now could leave an engine asleep that counts as ready; awake again is soon enough.
         _note(model, "waits", "It is going to sleep at this moment and wakes when it is there.")
         return
-    sleeper = next((row for row in rows if row.state == S.SLEEPING), None)
     try:
-        _bring_up(model, sleeper)
+        _bring_up(model, rows)
     except BrokerAway as exc:
         log.warning("%s is asked for: %s", model, exc.message)
     except demand_room.Later as exc:
@@ -70,18 +73,31 @@ def _is_under_way(model: Model) -> bool:
     return Operation.objects.filter(kind=MAKE_ROOM, model=model, state__in=OPEN).exists()
 
 
-def _bring_up(model: Model, sleeper: Instance | None) -> None:
+def _bring_up(model: Model, rows: Sequence[Instance]) -> None:
     """Raises Later while waiting is of use, and the named error of what stands in the way otherwise."""
+    sleeper = next((row for row in rows if row.state == S.SLEEPING), None)
+    pending = next((row for row in rows if row.state == S.PENDING), None)
     failed = _lately_undone(model)
-    if failed is not None:
+    if failed is not None and pending is None:
         raise Conflict(failed.message)
     try:
         if sleeper is not None:
             instance_wake(sleeper, actor=ACTOR)
+        elif pending is not None:
+            _place(model, pending, may_make_room=failed is None)
         else:
             model_launch(model, actor=ACTOR)
     except DoesNotFit:
         demand_room.make(model, sleeper, actor=ACTOR)
+
+
+def _place(model: Model, row: Instance, *, may_make_room: bool) -> None:
+    """One that waits, after a restart perhaps, while its bytes went to somebody else. Raises DoesNotFit."""
+    if instance_place(row.pk) or not may_make_room:
+        return
+    found = placement.place(model, Wish.of(model, row.placement_wish), without=row.pk)
+    if not found.decision.gpus:
+        raise DoesNotFit(placement.refusal(found), **found.facts)
 
 
 def _lately_undone(model: Model) -> Operation | None:

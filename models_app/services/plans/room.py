@@ -37,6 +37,7 @@ from models_app.services.plans.room_steps import (
 )
 from models_app.services.plans.room_terms import CONFIRMED, Terms
 from models_app.services.plans.room_wake import wake_steps
+from models_app.states import InstanceState
 
 __all__ = ["Room", "cards_in_use", "room_judge", "room_make", "room_wake_make", "tidy", "tidy_plan"]
 
@@ -123,21 +124,21 @@ def room_make(
     gpu_uuids: Sequence[str] | None = None,
     terms: Terms = CONFIRMED,
 ) -> Operation:
-    """Carry out the plan for one more instance of ``model``, then launch it.
+    """Carry out the plan for one more instance of ``model``, or for one that waits to be placed; then it starts there.
 
     Raises DoesNotFit, BrokerAway, or Conflict when it fits already, when every replica runs already, or while room is
     being made on the same card or for the same replica.
     """
     broker.require()
     rows = selectors.replicas_of(model)
-    missing = [index for index in range(model.replicas) if index not in rows or not rows[index].is_live]
+    missing = [index for index in range(model.replicas) if index not in rows or not _has_place(rows[index])]
     if not missing:
         raise Conflict(f"{model} is launched already; ask for more replicas to have another instance of it.")
     missing = [index for index in missing if index not in _under_way(model)]
     if not missing:
         raise Conflict(_UNDER_WAY)
-    wish = Wish.of(model, {"host": host, "gpu_uuids": list(gpu_uuids or ())})
-    room = room_judge(model, wish=wish, terms=terms)
+    asked = _asked(rows.get(missing[0]), host, gpu_uuids)
+    room = room_judge(model, wish=Wish.of(model, asked), terms=terms)
     if room.judgement.verdict is fit.Verdict.FITS:
         raise Conflict(f"{model} fits already: launch it.")
     if room.judgement.verdict is fit.Verdict.DOES_NOT_FIT:
@@ -162,6 +163,7 @@ def room_make(
             "gpu_uuids": uuids,
             "host": room.judgement.gpus[0].host,
             "replica_index": missing[0],
+            "asked": asked,
             "need_bytes": room.need.total_bytes,
             "round": 1,
             "free_before": {uuid: room.cards[uuid].view.free_bytes for uuid in uuids},
@@ -170,6 +172,17 @@ def room_make(
         model=model,
         deadline_s=MAKE_ROOM_LIMIT_S + _UNDO_S,
     )
+
+
+def _asked(row: Instance | None, host: str | None, gpu_uuids: Sequence[str] | None) -> dict[str, Any]:
+    """The wish that the newcomer keeps: where room is made binds this start, not a later one on another host."""
+    if row is not None and row.is_live and not (host or gpu_uuids):
+        return dict(row.placement_wish)
+    return {"host": host, "gpu_uuids": list(gpu_uuids or ())}
+
+
+def _has_place(row: Instance) -> bool:
+    return row.is_live and row.state != InstanceState.PENDING
 
 
 def room_wake_make(row: Instance, *, actor: str, terms: Terms = CONFIRMED) -> Operation:

@@ -18,10 +18,10 @@ from django.utils import timezone
 
 from gpus_app.policies.base import StepKind, gib
 from gpus_app.policies.make_room import make_room
-from models_app import selectors
+from models_app import selectors, transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import Instance, MemoryPolicy, Model, Operation
-from models_app.services.lifecycle.launch import model_launch
+from models_app.services.lifecycle.launch import instance_place, model_launch
 from models_app.services.lifecycle.sleep import instance_sleep
 from models_app.services.lifecycle.stop import instance_stop
 from models_app.services.memory import placement
@@ -32,7 +32,7 @@ from models_app.services.plans.operations import OPEN, Progress, handles
 from models_app.services.plans.plan_steps import plan_steps
 from models_app.services.plans.room_terms import Terms
 from models_app.services.plans.room_undo import undo_begin, undo_step
-from models_app.services.plans.room_wake import claim_waive, wake_step
+from models_app.services.plans.room_wake import came_up, claim_waive, wake_step
 from models_app.states import LIMIT_NOW, TERMINAL, DesiredState, InstanceState, LimitStatus
 
 S = InstanceState
@@ -205,11 +205,12 @@ def _launch_step(operation: Operation, step: dict[str, Any]) -> Progress:
     if step["state"] == "waiting":
         return _verify(operation, step, model)
     row = Instance.objects.filter(pk=step["instance_id"]).first()
-    if row is None or row.state in TERMINAL:
-        return undo_begin(operation, f"The newcomer did not come up: {row.reason if row else 'it is gone'}")
-    if row.state == S.READY:
+    if row is not None and came_up(row, operation, step):
+        transitions.report(row.pk, placement_wish=operation.facts.get("asked") or {})
         step |= {"state": "verified", "message": row.reason}
         return Progress(done=True, message=f"{model} is ready.", progress=1.0, steps=operation.steps)
+    if row is None or row.state in TERMINAL:
+        return undo_begin(operation, f"The newcomer did not come up: {row.reason if row else 'it is gone'}")
     message = f"{model}: {row.stage if row.state != S.PENDING else row.reason}"
     return Progress(phase="launch", message=message, progress=_share(operation.steps), steps=operation.steps)
 
@@ -217,11 +218,16 @@ def _launch_step(operation: Operation, step: dict[str, Any]) -> Progress:
 def _verify(operation: Operation, step: dict[str, Any], model: Model) -> Progress:
     facts, steps = operation.facts, operation.steps
     known = selectors.replicas_of(model).get(int(facts.get("replica_index") or 0))
-    if known is not None and known.is_live:  # launched by a worker that died before it could say so, or by somebody
+    waits = known is not None and known.state == S.PENDING
+    if known is not None and known.is_live and not waits:  # launched by a worker that died before it could say so
         return _started(operation, step, known)
     _waive(operation)
-    wish = Wish.of(model, {"host": facts["host"], "gpu_uuids": facts["gpu_uuids"]})
-    placed = placement.place(model, wish)
+    asked = {"host": facts["host"], "gpu_uuids": facts["gpu_uuids"]}
+    placed = placement.place(model, Wish.of(model, asked), without=known.pk if known is not None else None)
+    if placed.decision.gpus and known is not None and waits:
+        transitions.report(known.pk, expected=S.PENDING, placement_wish=asked)
+        instance_place(known.pk)
+        return _started(operation, step, known)
     if placed.decision.gpus:
         started = model_launch(model, actor=operation.created_by, host=facts["host"], gpu_uuids=facts["gpu_uuids"])
         ours = [row for row in started if row.replica_index == int(facts.get("replica_index") or 0)]

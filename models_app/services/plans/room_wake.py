@@ -75,15 +75,23 @@ def claim_waive(row: Instance) -> None:
         LaunchAttempt.objects.filter(pk=row.attempt.pk).update(memory=memory)
 
 
+def came_up(row: Instance, operation: Operation, step: dict[str, Any]) -> bool:
+    """Whether the newcomer serves, or has: what it died of after that is no fault of the plan."""
+    if row.state == S.READY:
+        return True
+    since = step.get("started_at") or operation.created_at.timestamp()
+    return step["state"] == "running" and row.ready_at is not None and row.ready_at.timestamp() >= since
+
+
 def wake_step(operation: Operation, step: dict[str, Any], *, share: float) -> Progress:
     """Verify the room, wake, then wait until it is ready. ``share``: of the plan, what is done already."""
     steps: list[dict[str, Any]] = operation.steps
     row = Instance.objects.select_related("model", "host", "attempt").filter(pk=step["instance_id"]).first()
-    if row is None or row.state in TERMINAL:
-        return undo_begin(operation, f"It did not wake: {row.reason if row else 'it is gone'}")
-    if row.state == S.READY:
+    if row is not None and came_up(row, operation, step):
         step |= {"state": "verified", "message": row.reason}
         return Progress(done=True, message=f"{row.model} is awake.", progress=1.0, steps=steps)
+    if row is None or row.state in TERMINAL:
+        return undo_begin(operation, f"It did not wake: {row.reason if row else 'it is gone'}")
     if row.state != S.SLEEPING or row.desired_state == DesiredState.RUNNING:
         step |= {"state": "running"}
         return Progress(phase="wake", message=f"{row.model} wakes.", progress=share, steps=steps)

@@ -193,7 +193,7 @@ def test_a_choice_by_hand_wins_in_its_order() -> None:
     """A5: the planner does not spread by surprise."""
     cards = [card(0, free=70), card(1, free=30), card(2, free=70)]
     decision = choose(cards, want(20, tensor_parallel_size=2, gpu_uuids=("host-a-1", "host-a-0")))
-    assert indices(decision.gpus) == [1, 0] and "chosen by hand" in decision.reason
+    assert indices(decision.gpus) == [1, 0] and "as asked" in decision.reason
 
 
 @pytest.mark.parametrize(
