@@ -1,6 +1,6 @@
 """What to do about a start that lacked memory: room on the GPU, a shorter context, a smaller KV limit; with numbers.
 
-Such a start is not tried again as it was. Each proposal can be taken as it is: its options are saved and the model is
+One that waits to be placed needs room alone. A start that failed is not tried again as it was. Each proposal can be taken as it is: its options are saved and the model is
 launched again, or room is made for it by the plan that is shown before.
 """
 
@@ -39,7 +39,11 @@ class Proposal:
 
 
 def proposals_of(row: Instance) -> list[Proposal]:
-    """For an instance whose newest start failed for lack of memory before it served; empty for any other."""
+    """For an instance whose newest start failed for lack of memory before it served, or that finds no place for lack of
+    it; empty for any other.
+    """
+    if row.state == InstanceState.PENDING:
+        return _room_to_be_placed(row)
     attempt = row.attempt
     if row.state != InstanceState.FAILED or attempt is None or row.ready_at is not None:
         return []
@@ -52,6 +56,15 @@ def proposals_of(row: Instance) -> list[Proposal]:
     proposals += _context(row, attempt, kv_room)
     proposals += _limit(row, kv_room)
     return proposals
+
+
+def _room_to_be_placed(row: Instance) -> list[Proposal]:
+    wish = Wish.of(row.model, row.placement_wish)
+    found = placement.place(row.model, wish, without=row.pk, unusable=specs.unusable_hosts(row.model))
+    short = found.need.total_bytes > found.decision.largest_bytes > 0
+    if found.decision.gpus or not short:  # it is placed at the next look, or no card may take it at all
+        return []
+    return [_room(row, found.need.total_bytes, found.decision.largest_bytes)]
 
 
 def _room(row: Instance, need_bytes: int, have_bytes: int) -> Proposal:

@@ -60,6 +60,19 @@ def test_room_is_proposed_with_what_is_needed_what_is_there_and_what_is_missing(
     )
 
 
+def test_room_is_proposed_to_one_that_waits_to_be_placed(host: Host) -> None:
+    neighbour = make_instance(host=host, model=make_model(served_model_name="neighbour"), reserved_bytes=14 * GIB)
+    row = make_instance(model=make_model(served_model_name="a", deployed=True), state=S.PENDING)
+    (room,) = proposals_of(row)
+    assert (room.kind, room.changes, room.page) == ("room", {}, f"/models/{row.model_id}/launch/")
+    assert "are missing" in room.why
+    page = client_of("operator").get(f"/instances/{row.pk}/").text
+    assert room.title in page
+    assert room.page in page
+    Instance.objects.filter(pk=neighbour.pk).update(reserved_bytes=GIB)
+    assert proposals_of(row) == []  # it is placed at the next look
+
+
 def test_context_is_proposed_by_what_is_left_beside_the_weights(host: Host) -> None:
     row = _failed(host)
     context = next(one for one in proposals_of(row) if one.kind == "context")
