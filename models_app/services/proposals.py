@@ -1,7 +1,8 @@
 """What to do about a start that lacked memory: room on the GPU, a shorter context, a smaller KV limit; with numbers.
 
-One that waits to be placed needs room alone. A start that failed is not tried again as it was. Each proposal can be taken as it is: its options are saved and the model is
-launched again, or room is made for it by the plan that is shown before.
+One that waits to be placed needs room alone. A start that failed is not tried again as it was. Each proposal can be
+taken as it is: its options are saved and the model is launched again, or room is made for it by the plan that is shown
+before.
 """
 
 from __future__ import annotations
