@@ -82,6 +82,22 @@ def _sleeper(gpu: Gpu, readings: Readings) -> Instance:
     return row
 
 
+def _neighbour_gives_way(old: Instance, readings: Readings) -> Operation:
+    """The plan puts it to sleep, and its bytes are seen to be back."""
+    operation = Operation.objects.get()
+    operation_step(operation.pk)
+    _falls_asleep(old, readings)
+    for _ in range(3):
+        operation_step(operation.pk)
+    operation.refresh_from_db()
+    return operation
+
+
+def _comes_up(row: Instance, *states: InstanceState) -> None:
+    for state in states or (S.STARTING, S.READY):
+        assert transitions.move(row.pk, state, expected=S(Instance.objects.get(pk=row.pk).state), reason="up")
+
+
 def _plan() -> list[tuple[str, str]]:
     operation = Operation.objects.get()
     assert operation.created_by == ACTOR
@@ -153,8 +169,7 @@ def test_sleeper_wakes_in_the_room_of_another(gpu: Gpu, readings: Readings) -> N
     sleeper.refresh_from_db()
     operation.refresh_from_db()
     assert sleeper.desired_state == DesiredState.RUNNING, operation.message
-    for state in (S.STARTING, S.READY):
-        transitions.move(sleeper.pk, state, expected=S(Instance.objects.get(pk=sleeper.pk).state), reason="up")
+    _comes_up(sleeper)
     operation_step(operation.pk)
     operation.refresh_from_db()
     assert operation.state == Operation.State.SUCCEEDED
@@ -165,11 +180,7 @@ def test_wake_that_fails_puts_the_neighbour_back(gpu: Gpu, readings: Readings) -
     old = _neighbour(gpu, readings, "old")
     sleeper = _sleeper(gpu, readings)
     model_demand("sleeper")
-    operation = Operation.objects.get()
-    operation_step(operation.pk)
-    _falls_asleep(old, readings)
-    for _ in range(3):
-        operation_step(operation.pk)
+    operation = _neighbour_gives_way(old, readings)
     transitions.move(sleeper.pk, S.STARTING, expected=S.SLEEPING, reason="Waking.")
     operation_step(operation.pk)
     asleep: dict[str, Any] = {"reason": "Still asleep: waking failed.", "desired_state": DesiredState.SLEEPING}
@@ -197,16 +208,11 @@ def test_one_that_waits_to_be_placed_gets_room_as_well(gpu: Gpu, readings: Readi
     waits = make_instance(model=model, state=S.PENDING, placement_wish={"host": None, "gpu_uuids": []})
     model_demand("new")
     assert _plan() == [("sleep", "old"), ("launch", "new")]
-    operation = Operation.objects.get()
-    operation_step(operation.pk)
-    _falls_asleep(old, readings)
-    for _ in range(3):
-        operation_step(operation.pk)
+    operation = _neighbour_gives_way(old, readings)
     waits.refresh_from_db()
     operation.refresh_from_db()
     assert (waits.state, waits.gpu_uuids) == (S.SCHEDULED, [gpu.uuid]), operation.message
-    for state in (S.STARTING, S.READY):
-        transitions.move(waits.pk, state, expected=S(Instance.objects.get(pk=waits.pk).state), reason="up")
+    _comes_up(waits)
     operation_step(operation.pk)
     operation.refresh_from_db()
     assert operation.state == Operation.State.SUCCEEDED, operation.message
@@ -227,13 +233,8 @@ def test_one_that_woke_and_died_at_once_keeps_its_room(gpu: Gpu, readings: Readi
     old = _neighbour(gpu, readings, "old")
     sleeper = _sleeper(gpu, readings)
     model_demand("sleeper")
-    operation = Operation.objects.get()
-    operation_step(operation.pk)
-    _falls_asleep(old, readings)
-    for _ in range(3):
-        operation_step(operation.pk)
-    for state in (S.STARTING, S.READY, S.FAILED):
-        transitions.move(sleeper.pk, state, expected=S(Instance.objects.get(pk=sleeper.pk).state), reason="killed")
+    operation = _neighbour_gives_way(old, readings)
+    _comes_up(sleeper, S.STARTING, S.READY, S.FAILED)
     operation_step(operation.pk)
     operation.refresh_from_db()
     old.refresh_from_db()

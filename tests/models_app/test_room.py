@@ -104,6 +104,13 @@ def _until(operation: Operation, done: Callable[[Operation], bool], most: int = 
     raise AssertionError(f"not reached: {operation.state} {operation.phase} {operation.message} {operation.steps}")
 
 
+def _room_is_there(operation: Operation, lowered: Instance, readings: Readings) -> None:
+    """The neighbour gives its bytes, and the newcomer starts."""
+    _until(operation, lambda one: one.phase == "lower")
+    _engine_obeys(lowered, readings)
+    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+
+
 def _ended(operation: Operation) -> bool:
     return not operation.is_open
 
@@ -185,9 +192,7 @@ def test_replica_that_waits_to_be_placed_gets_room(
     waits = make_instance(model=newcomer, state=S.PENDING)
     _trim(monkeypatch, readings)
     operation = room_make(newcomer, actor="anna")
-    _until(operation, lambda one: one.phase == "lower")
-    _engine_obeys(full, readings)
-    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    _room_is_there(operation, full, readings)
     waits.refresh_from_db()
     assert (operation.steps[-1]["instance_id"], waits.state) == (waits.pk, S.SCHEDULED)
 
@@ -230,9 +235,7 @@ def test_newcomer_that_served_and_died_between_two_looks_has_come_up(
 ) -> None:
     _trim(monkeypatch, readings)
     operation = room_make(newcomer, actor="anna")
-    _until(operation, lambda one: one.phase == "lower")
-    _engine_obeys(full, readings)
-    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    _room_is_there(operation, full, readings)
     row = Instance.objects.get(pk=operation.steps[-1]["instance_id"])
     assert instance_place(row.pk)
     _move(row, S.STARTING, S.READY, S.FAILED)
@@ -246,9 +249,7 @@ def test_room_that_was_made_binds_no_later_start(
     """Its host lost, it must start elsewhere: only what a person chose holds it there."""
     _trim(monkeypatch, readings)
     operation = room_make(newcomer, actor="anna")
-    _until(operation, lambda one: one.phase == "lower")
-    _engine_obeys(full, readings)
-    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    _room_is_there(operation, full, readings)
     row = Instance.objects.get(pk=operation.steps[-1]["instance_id"])
     assert row.placement_wish["gpu_uuids"] == [gpu.uuid]
     assert instance_place(row.pk)
@@ -570,9 +571,7 @@ def test_worker_that_died_after_the_launch_finds_the_newcomer(
 ) -> None:
     _trim(monkeypatch, readings)
     operation = room_make(newcomer, actor="anna")
-    _until(operation, lambda one: one.phase == "lower")
-    _engine_obeys(full, readings)
-    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    _room_is_there(operation, full, readings)
     launched = operation.steps[-1].pop("instance_id")
     operation.steps[-1]["state"] = "waiting"
     operation.save()
@@ -605,9 +604,7 @@ def test_cancelled_while_the_newcomer_starts_ends_it(
     _trim(monkeypatch, readings)
     before = full.limit_bytes
     operation = room_make(newcomer, actor="anna")
-    _until(operation, lambda one: one.phase == "lower")
-    _engine_obeys(full, readings)
-    _until(operation, lambda one: one.steps[-1]["state"] == "running")
+    _room_is_there(operation, full, readings)
     row = Instance.objects.get(pk=operation.steps[-1]["instance_id"])
     instance_place(row.pk)
     _move(row, S.STARTING)
