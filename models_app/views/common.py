@@ -15,6 +15,7 @@ from django_htmx.middleware import HtmxDetails
 
 from gpus_app.errors import ImpossiblePolicy
 from models_app.errors import SardeenzError
+from models_app.models import Operation
 from models_app.permissions import Role, role_of
 
 
@@ -57,20 +58,32 @@ def back_address(request: HttpRequest, default: str) -> str:
 
 
 def trigger(response: HttpResponse, **events: Any) -> HttpResponse:
-    """Add browser events to an answer for htmx: ``toast``, ``close``, ``changed`` (see ``static/js/app.js``)."""
+    """Add browser events to an answer for htmx: ``toast``, ``close``, ``changed``, ``go`` (``static/js/app.js``)."""
     known: dict[str, Any] = json.loads(response.headers.get("HX-Trigger", "{}"))
     known |= {f"sz:{name}": value for name, value in events.items()}
     response.headers["HX-Trigger"] = json.dumps(known)
     return response
 
 
-def done(request: HttpRequest, message: str, *, back: str, tone: str = "ok", **events: Any) -> HttpResponse:
-    """An act went through: a toast for htmx, a message and a redirect for a plain form."""
+def done(
+    request: HttpRequest, message: str, *, back: str, tone: str = "ok", go: bool = False, **events: Any
+) -> HttpResponse:
+    """An act went through: a toast for htmx, a message and a redirect to ``back`` for a plain form.
+
+    With ``go`` the page of htmx goes there too, for what it shows is gone or goes on elsewhere.
+    """
     if is_fragment(request):
+        if go:
+            events["go"] = {"to": back}
         return trigger(HttpResponse(status=204), toast={"text": message, "tone": tone}, close=True, **events)
     level = {"ok": messages.SUCCESS, "warn": messages.WARNING, "bad": messages.ERROR}.get(tone, messages.INFO)
     messages.add_message(request, level, message)
     return HttpResponseRedirect(back)
+
+
+def under_way(request: HttpRequest, operation: Operation) -> HttpResponse:
+    """Work of several steps has begun: it is watched on its own page."""
+    return done(request, f"{operation.title}: under way.", back=f"/operations/{operation.pk}/", go=True)
 
 
 def refused(request: HttpRequest, error: SardeenzError | ImpossiblePolicy, *, back: str) -> HttpResponse:

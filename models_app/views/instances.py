@@ -35,7 +35,7 @@ from models_app.views.common import (
     refused,
     role_for,
     target_is,
-    trigger,
+    under_way,
 )
 from models_app.views.logs import log_context
 
@@ -264,9 +264,7 @@ def _move(request: HttpRequest, row: Instance, chosen: list[int], back: str) -> 
         instance_move_stopped(row, actor=actor_of(request), **where)
         return done(request, f"{label_of(row)} stops, then starts there.", back=back, changed={"instances": [row.pk]})
     operation = instance_move(row, actor=actor_of(request), **where)
-    goal = f"/operations/{operation.pk}/"
-    response = done(request, f"{operation.title}: under way.", back=goal)
-    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+    return under_way(request, operation)
 
 
 @require_POST

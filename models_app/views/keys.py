@@ -14,7 +14,7 @@ from models_app.forms.keys import KeyEditForm, KeyForm, RotateForm
 from models_app.models import ApiKey
 from models_app.permissions import may_capture, require_role
 from models_app.services.keys import CHANGEABLE, api_key_create, api_key_revoke, api_key_rotate, api_key_update
-from models_app.views.common import act, actor_of, dialog, done, is_fragment, refused, trigger
+from models_app.views.common import act, actor_of, dialog, done, refused
 
 BACK = "/keys/"
 
@@ -80,7 +80,7 @@ def key_edit(request: HttpRequest, key_id: int) -> HttpResponse:
         except SardeenzError as exc:
             return refused(request, exc, back=BACK)
         else:
-            return done(request, f"{key.name} is changed.", back=BACK, go={"to": BACK})
+            return done(request, f"{key.name} is changed.", back=BACK, go=True)
     context = {"key": key, "form": form, "heading": f"Change {key.name}"}
     status = 422 if request.method == "POST" else 200
     return dialog(request, "models_app/_key_edit.html", context, back=BACK, status=status)
@@ -116,5 +116,4 @@ def key_revoke(request: HttpRequest, key_id: int) -> HttpResponse:
         api_key_revoke(key, actor=actor_of(request))
         return f"{key.name} is revoked: requests with it are refused from now on."
 
-    response = act(request, work, back=BACK)
-    return trigger(response, go={"to": BACK}) if is_fragment(request) and response.status_code == 204 else response
+    return act(request, work, back=BACK, go=True)

@@ -28,7 +28,7 @@ from models_app.services.models import CommandPreview, command_preview, model_de
 from models_app.services.plans.rollout import model_roll
 from models_app.services.plans.room import room_make
 from models_app.states import TERMINAL, InstanceState
-from models_app.views.common import act, actor_of, back_address, dialog, done, refused, role_for, target_is, trigger
+from models_app.views.common import act, actor_of, back_address, dialog, done, refused, role_for, target_is, under_way
 
 PAGE = 50
 EARLIER_SHOWN = 8
@@ -184,9 +184,7 @@ def _launch(request: HttpRequest, row: Model, wish: dict[str, Any], back: str) -
     try:
         if "make_room" in request.POST:
             operation = room_make(row, actor=actor_of(request), host=wish["host"], gpu_uuids=wish["gpu_uuids"])
-            goal = f"/operations/{operation.pk}/"
-            response = done(request, f"{operation.title}: under way.", back=goal)
-            return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+            return under_way(request, operation)
         made = model_launch(
             row,
             actor=actor_of(request),
@@ -204,8 +202,7 @@ def _launch(request: HttpRequest, row: Model, wish: dict[str, Any], back: str) -
         return refused(request, exc, back=here)
     goal = f"/instances/{made[0].pk}/" if len(made) == 1 else here
     text = f"{row.served_model_name} is being launched."
-    response = done(request, text, back=goal, changed={"names": ["board", "models"]})
-    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+    return done(request, text, back=goal, go=True, changed={"names": ["board", "models"]})
 
 
 @require_http_methods(["GET", "POST"])
@@ -236,9 +233,7 @@ def roll(request: HttpRequest, model_id: int) -> HttpResponse:
         operation = model_roll(row, actor=actor_of(request))
     except SardeenzError as exc:
         return refused(request, exc, back=f"/models/{row.pk}/")
-    goal = f"/operations/{operation.pk}/"
-    response = done(request, f"{operation.title}: under way.", back=goal)
-    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+    return under_way(request, operation)
 
 
 @require_http_methods(["GET", "POST"])
@@ -262,5 +257,4 @@ def delete(request: HttpRequest, model_id: int) -> HttpResponse:
         model_delete(row, actor=actor_of(request))
     except SardeenzError as exc:
         return refused(request, exc, back=here)
-    response = done(request, f"{row.served_model_name} is deleted.", back="/models/")
-    return trigger(response, go={"to": "/models/"}) if response.status_code == 204 else response
+    return done(request, f"{row.served_model_name} is deleted.", back="/models/", go=True)

@@ -22,7 +22,7 @@ from models_app.services.memory.memory_rules import gpu_policy_change
 from models_app.services.models import model_update
 from models_app.services.plans.host_drain import host_drain
 from models_app.services.plans.room import tidy
-from models_app.views.common import act, actor_of, back_address, dialog, done, refused, target_is, trigger
+from models_app.views.common import act, actor_of, back_address, dialog, done, refused, target_is, under_way
 
 BOARD = {"names": ["board", "models"]}
 
@@ -130,9 +130,7 @@ def gpu_tidy(request: HttpRequest, gpu_id: int) -> HttpResponse:
         operation = tidy(gpu.uuid, how=how, actor=actor_of(request))
     except SardeenzError as exc:
         return refused(request, exc, back=back)
-    goal = f"/operations/{operation.pk}/"
-    response = done(request, f"{operation.title}: under way.", back=goal)
-    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+    return under_way(request, operation)
 
 
 @require_POST
@@ -196,9 +194,7 @@ def _drain(request: HttpRequest, host: Host, note: str, back: str) -> HttpRespon
         operation = host_drain(host, actor=actor_of(request), note=note, stop="stop" in request.POST)
     except SardeenzError as exc:
         return refused(request, exc, back=back)
-    goal = f"/operations/{operation.pk}/"
-    response = done(request, f"{operation.title}: under way.", back=goal)
-    return trigger(response, go={"to": goal}) if response.status_code == 204 else response
+    return under_way(request, operation)
 
 
 @require_POST

@@ -10,7 +10,7 @@ from models_app.errors import InvalidInput, SardeenzError
 from models_app.models import Model, Preset
 from models_app.permissions import require_role
 from models_app.services.plans.presets import preset_apply, preset_delete, preset_diff, preset_save
-from models_app.views.common import act, actor_of, done, is_fragment, refused, trigger
+from models_app.views.common import act, actor_of, refused, under_way
 
 #: What each act of a difference is called, and its tone.
 ACTS = {
@@ -73,9 +73,7 @@ def apply(request: HttpRequest, preset_id: int) -> HttpResponse:
         operation = preset_apply(row, actor=actor_of(request))
     except SardeenzError as exc:
         return refused(request, exc, back=f"/presets/{row.pk}/")
-    goal = f"/operations/{operation.pk}/"
-    response = done(request, f"{operation.title}: under way.", back=goal)
-    return trigger(response, go={"to": goal}) if is_fragment(request) else response
+    return under_way(request, operation)
 
 
 @require_POST
@@ -87,5 +85,4 @@ def delete(request: HttpRequest, preset_id: int) -> HttpResponse:
         preset_delete(row, actor=actor_of(request))
         return f"The preset {row.name} is deleted; its models stay."
 
-    response = act(request, work, back="/presets/")
-    return trigger(response, go={"to": "/presets/"}) if response.status_code == 204 else response
+    return act(request, work, back="/presets/", go=True)

@@ -13,7 +13,7 @@ from models_app.errors import InvalidInput, SardeenzError
 from models_app.models import Model, WeightedRoute
 from models_app.permissions import require_role
 from models_app.services.routes import route_delete, route_save
-from models_app.views.common import act, actor_of, trigger
+from models_app.views.common import act, actor_of
 
 #: Empty lines of the form below those that are filled in.
 _SPARE_LINES = 3
@@ -43,8 +43,7 @@ def delete(request: HttpRequest, route_id: int) -> HttpResponse:
         route_delete(row, actor=actor_of(request))
         return f"The route {row.name} is deleted; its models stay."
 
-    response = act(request, work, back="/routes/")
-    return trigger(response, go={"to": "/routes/"}) if response.status_code == 204 else response
+    return act(request, work, back="/routes/", go=True)
 
 
 def _page(
