@@ -42,10 +42,10 @@ test-slow: dev
 test-engine: dev ## the contract tests against a real vLLM (CPU build) and against the simulator
 	bash tests/contract/run.sh
 
-test-faults: dev ## random acts, kills and losses under a whole stack (SEED, STEPS or KILLS, DB, ENGINE), then fixed stories
+test-faults: dev ## random acts, kills and losses under a whole stack (SEED, STEPS or KILLS, DB, CAST), then fixed stories
 	$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(if $(KILLS),--kills $(KILLS)) \
-	$(if $(BURST),--burst $(BURST)) $(if $(DB),--database $(DB)) $(if $(ENGINE),--engine $(ENGINE))
-	$(if $(ENGINE),,$(PYTEST) -q -n 0 -m "faults and not engine" --deselect tests/faults/test_random_faults.py)
+	$(if $(BURST),--burst $(BURST)) $(if $(DB),--database $(DB)) $(if $(CAST),--cast $(CAST))
+	$(if $(CAST),,$(PYTEST) -q -n 0 -m "faults and not engine" --deselect tests/faults/test_random_faults.py)
 
 bench: dev       ## measurements; README says what they mean
 	$(BIN)/python -m tests.bench.stack_cost

@@ -39,7 +39,7 @@ class Run:
     """What the command line asks for. ``keep``: where the home of a failed run goes."""
 
     seed: int
-    engine: str
+    cast: str
     steps: int
     kills: int | None
     burst: int
@@ -53,9 +53,9 @@ class Run:
 
 def run(asked: Run) -> list[str]:
     """One run on a Sardeenz of its own. Returns the violations. Leaves no process behind, whatever happened."""
-    cast = CASTS[asked.engine]
+    cast = CASTS[asked.cast]
     stack = Stack(start=False, **cast.settings)
-    if asked.engine == "vllm":
+    if cast.engine == "vllm":
         prepare(stack)
     installation = installation_id(stack.home)
     database = Sqlite(stack.home) if asked.database == "sqlite" else Postgres(Path(tempfile.mkdtemp(prefix="sz-pg-")))
@@ -80,7 +80,8 @@ def _run(world: World, asked: Run) -> list[str]:
         for step in todo[first : first + asked.burst]:
             say(f"{time.monotonic() - begun:6.1f} {step}: {world.act(step)}")
             time.sleep(step.pause_s)
-        found = _quiet(world, begun) + world.faults()
+        found = _quiet(world, begun) or world.brought_up()
+        found += world.faults()
         if found or (asked.kills is not None and world.kills >= asked.kills):
             break
     if not found:
@@ -152,7 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--engine", choices=sorted(CASTS), default="simulated")
+    parser.add_argument("--cast", choices=sorted(CASTS), default="simulated", help="the models and what may happen")
     parser.add_argument("--kills", type=int, help="instead of --steps: bursts until so much was killed or lost")
     parser.add_argument("--burst", type=int, default=30, help="steps between two quiet moments")
     parser.add_argument("--database", choices=("postgres", "sqlite"), default="postgres")

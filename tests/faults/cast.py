@@ -40,6 +40,8 @@ class Cast:
     quiet_s: float
     start_s: float
     edit: tuple[int, int] = field(default=(2048, 4096))
+    #: Models that no preset runs and every request may bring up; each must come when it is asked for.
+    on_demand: tuple[str, ...] = ()
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -138,4 +140,49 @@ VLLM = Cast(
     edit=(256, 448),
 )
 
-CASTS = {cast.engine: cast for cast in (SIMULATED, VLLM)}
+_RIVALS = ("first", "second")
+
+#: Two models on a card that holds one of them: every request for the other has room made.
+ON_DEMAND = Cast(
+    engine="simulated",
+    models={
+        name: {
+            "model": "Qwen/Qwen3-0.6B",
+            "max_model_len": 4096,
+            "on_demand": True,
+            "enable_sleep_mode": sleeps,
+            "restart_policy": "on_failure",
+        }
+        for name, sleeps in zip(_RIVALS, (True, False), strict=True)
+    },
+    presets={},
+    clients=(),
+    kinds={
+        "ask": (16, _RIVALS),
+        "sleep": (2, _RIVALS),
+        "wake": (2, _RIVALS),
+        "stop": (2, _RIVALS),
+        "restart": (1, _RIVALS),
+        "limit": (2, _RIVALS),
+        "cancel": (2, _RIVALS),
+        "kill": (6, OURS),
+        "kill_engine": (8, PARTS),
+        "database": (2, ("",)),
+    },
+    settings={
+        **_LIMITS,
+        "SARDEENZ_SIM_SPEED": "20",
+        "SARDEENZ_SIM_GPUS": "1",
+        "SARDEENZ_SIM_GPU_BYTES": "6GiB",
+        "SARDEENZ_START_GRACE_S": "8",
+        "SARDEENZ_RESIDENCE_S": "0",
+        "SARDEENZ_ROUTER_QUEUE_WAIT_S": "60",
+    },
+    tokens=0,
+    pause_s=0.0,
+    quiet_s=120.0,
+    start_s=120.0,
+    on_demand=_RIVALS,
+)
+
+CASTS = {"simulated": SIMULATED, "vllm": VLLM, "on-demand": ON_DEMAND}

@@ -91,6 +91,39 @@ class Streamer(threading.Thread):
         return ""
 
 
+class Caller(threading.Thread):
+    """One request for a model that may have to be brought up: it is answered or refused, and never left hanging."""
+
+    #: The router's own limit for those who wait, and a while to answer.
+    LIMIT_S = 100.0
+
+    def __init__(self, url: str, key: str, model: str, disturbances: Disturbances) -> None:
+        super().__init__(daemon=True, name=f"asks for {model}")
+        self._url, self._key, self._model = url, key, model
+        self._disturbances = disturbances
+        self.violations: list[str] = []
+
+    def run(self) -> None:
+        begun = time.monotonic()
+        fault = ""
+        try:
+            code, text = ask_once(self._url, self._key, self._model, self.LIMIT_S)
+            if code not in (200, 429, 503):
+                fault = f"status {code} {text[:300]}"
+        except httpx.HTTPError as exc:
+            fault = repr(exc)
+        ended = time.monotonic()
+        if fault and not self._disturbances.excuse(self._model, begun, ended):
+            self.violations.append(f"one who asked for {self._model}, {ended - begun:.1f} s into it: {fault}")
+
+
+def ask_once(url: str, key: str, model: str, limit_s: float) -> tuple[int, str]:
+    """Status and body of one short answer. Raises httpx.HTTPError."""
+    body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
+    answer = httpx.post(url, headers={"Authorization": f"Bearer {key}"}, json=body, timeout=limit_s)
+    return answer.status_code, answer.text
+
+
 def wrong_answer(data: list[str], model: str) -> str:
     """A sentence when an event of the stream carries another model's name."""
     for line in data:

@@ -17,7 +17,7 @@ import psutil
 
 from models_app.engines import procfs, rundir
 from tests.faults.cast import STEADY, Cast
-from tests.faults.clients import Disturbances, Streamer
+from tests.faults.clients import Caller, Disturbances, Streamer, ask_once, wrong_answer
 from tests.faults.database import Database
 from tests.faults.plan import Step
 from tests.sardeenz_site.stack import Stack, wait_for
@@ -41,6 +41,11 @@ class World:
         self.outcomes: dict[str, dict[str, int]] = {}
         self.disturbances = Disturbances()
         self.streamers: list[Streamer] = []
+        self.callers: list[Caller] = []
+
+    @property
+    def chat_url(self) -> str:
+        return f"{self.stack.router_url}/v1/chat/completions"
 
     @property
     def run_root(self) -> Path:
@@ -63,7 +68,7 @@ class World:
         self.gpus = [str(gpu["uuid"]) for gpu in self.api.get("/gpus")]
         for name in self.cast.clients:
             streamer = Streamer(
-                f"{self.stack.router_url}/v1/chat/completions", self.api.key, name, self.disturbances,
+                self.chat_url, self.api.key, name, self.disturbances,
                 tokens=self.cast.tokens, pause_s=self.cast.pause_s, must_serve=name == STEADY,
             )  # fmt: skip
             streamer.start()
@@ -74,7 +79,29 @@ class World:
 
     def faults(self) -> list[str]:
         """What acts and clients saw that must not be."""
-        return self.violations + [text for one in self.streamers for text in one.violations]
+        clients: list[Streamer | Caller] = [*self.streamers, *self.callers]
+        return self.violations + [text for one in clients for text in one.violations]
+
+    def brought_up(self) -> list[str]:
+        """Each model that requests bring up comes now that nothing disturbs it, one after the other and back again."""
+        for caller in self.callers:
+            caller.join(Caller.LIMIT_S + 10)
+        names = self.cast.on_demand
+        return [text for name in (*names, *names[:1]) if (text := self._comes(name))]
+
+    def _comes(self, model: str) -> str:
+        """Empty when it answers within the time for a start; a refusal meanwhile is asked again, as clients do."""
+        end = time.monotonic() + self.cast.start_s
+        said = ""
+        while time.monotonic() < end:
+            try:
+                code, said = ask_once(self.chat_url, self.api.key, model, self.cast.start_s)
+            except httpx.HTTPError as exc:
+                code, said = 0, repr(exc)
+            if code == 200:
+                return wrong_answer([said], model)
+            time.sleep(0.5)
+        return f"{model} is asked for and does not come within {self.cast.start_s:.0f} s: {said[:500]}"
 
     def end_clients(self) -> None:
         for streamer in self.streamers:
@@ -163,6 +190,13 @@ class World:
             row for row in rows if row["state"] in ("pending", "running") and (row["model"] or "") == step.target
         ]
         return self._post(f"/operations/{open_ones[0]['id']}/cancel") if open_ones else "none"
+
+    def _ask(self, step: Step) -> str:
+        """A request that is not waited for: what follows may fall into whatever it sets off."""
+        caller = Caller(self.chat_url, self.api.key, step.target, self.disturbances)
+        caller.start()
+        self.callers.append(caller)
+        return "asked"
 
     def _limit(self, step: Step) -> str:
         return self._on_instance(step, "limit", percent=3 + int(step.number * 25))
