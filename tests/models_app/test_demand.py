@@ -13,9 +13,10 @@ from models_app import transitions
 from models_app.models import AuditEntry, Instance, InstanceEvent, Model, Operation
 from models_app.router.table import RouteTable
 from models_app.selectors import routes_snapshot
+from models_app.services.memory.placement import claim_waive
 from models_app.services.plans.demand import ACTOR, model_demand
-from models_app.services.plans.operations import operation_step
-from models_app.services.plans.room_wake import claim_waive
+from models_app.services.plans.operations import operation_cancel, operation_step
+from models_app.services.plans.room_wake import PLACED_LIMIT_S
 from models_app.services.plans.thrash import residence_s, thrash_pairs
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, SMALL_FACTS, make_gpu, make_instance, make_model
@@ -228,18 +229,69 @@ def test_one_that_waits_and_fits_is_placed_at_once(gpu: Gpu, readings: Readings)
     assert not Operation.objects.exists()
 
 
-def test_one_that_woke_and_died_at_once_keeps_its_room(gpu: Gpu, readings: Readings) -> None:
+@pytest.mark.parametrize("ends", [(S.FAILED,), (S.FAILED, S.PENDING)])
+def test_one_that_woke_and_died_at_once_keeps_its_room(
+    gpu: Gpu, readings: Readings, ends: tuple[InstanceState, ...]
+) -> None:
     """What it died of is a matter of its restart policy: its neighbour is not woken into the bytes that it needs."""
     old = _neighbour(gpu, readings, "old")
     sleeper = _sleeper(gpu, readings)
     model_demand("sleeper")
     operation = _neighbour_gives_way(old, readings)
-    _comes_up(sleeper, S.STARTING, S.READY, S.FAILED)
+    _comes_up(sleeper, S.STARTING, S.READY, *ends)
     operation_step(operation.pk)
     operation.refresh_from_db()
     old.refresh_from_db()
     assert operation.state == Operation.State.SUCCEEDED, operation.message
     assert old.state == S.SLEEPING
+
+
+def test_one_that_died_waking_and_finds_no_place_ends_the_plan(gpu: Gpu, readings: Readings) -> None:
+    """Its bytes went to somebody else while it started anew: the card is not held for it for half an hour."""
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    operation = _neighbour_gives_way(old, readings)
+    _comes_up(sleeper, S.STARTING, S.FAILED, S.PENDING)
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.is_open and not operation.facts.get("undoing")
+    Instance.objects.filter(pk=sleeper.pk).update(state_since=timezone.now() - timedelta(seconds=PLACED_LIMIT_S + 1))
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.facts["undoing"].startswith("It did not wake")
+
+
+def test_wake_that_is_cancelled_on_its_way_ends_asleep_and_the_neighbour_comes_back(
+    gpu: Gpu, readings: Readings
+) -> None:
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    operation = _neighbour_gives_way(old, readings)
+    _comes_up(sleeper, S.STARTING)
+    operation_cancel(operation, actor="anna")
+    for _ in range(3):
+        operation_step(operation.pk)
+    old.refresh_from_db()
+    assert old.desired_state == DesiredState.SLEEPING, "the newcomer holds the bytes"
+    _comes_up(sleeper, S.READY)
+    operation_step(operation.pk)
+    sleeper.refresh_from_db()
+    assert (sleeper.state, sleeper.desired_state) == (S.DRAINING, DesiredState.SLEEPING)
+    _falls_asleep(sleeper, readings)
+    for _ in range(3):
+        operation_step(operation.pk)
+    old.refresh_from_db()
+    operation.refresh_from_db()
+    assert old.desired_state == DesiredState.RUNNING, (operation.message, operation.steps)
+    _comes_up(old)
+    for _ in range(2):
+        operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.state == Operation.State.CANCELLED, operation.message
+    assert "sleeper sleeps again." in operation.message
+    assert "old is awake." in operation.message
 
 
 # --- who never does --------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gpus_app.policies import fit
 from gpus_app.policies.base import gib, kept_bytes, kv_headroom_bytes
 from gpus_app.policies.placement import Decision, GpuState, Rejection, Request, choose, ledger_free
 from models_app.engines.arguments import parse_extra_args
-from models_app.models import Instance, MemoryProfile, Model, Operation
+from models_app.models import Instance, LaunchAttempt, MemoryProfile, Model, Operation
 from models_app.states import OCCUPIES_GPU, InstanceState
 
 #: Readings older than this say nothing of the present: the ledger alone decides.
@@ -112,6 +112,13 @@ def claim_bytes(row: Instance) -> int:
         rules = getattr(row.model, "memory_policy", None)
         return int(memory["baseline_bytes"]) + max(row.safety_floor_bytes or 0, rules.guarantee_bytes if rules else 0)
     return row.reserved_bytes
+
+
+def claim_waive(row: Instance) -> None:
+    """A sleeper claims nothing but what it holds until its state changes: its bytes are given to somebody else."""
+    if row.attempt is not None and row.attempt.memory.get(WAIVED) != row.state_version:
+        memory = {**row.attempt.memory, WAIVED: row.state_version}
+        LaunchAttempt.objects.filter(pk=row.attempt.pk).update(memory=memory)
 
 
 def _promised(room_for: int | None, placed: Collection[int]) -> dict[str, int]:

@@ -27,12 +27,12 @@ from models_app.services.lifecycle.stop import instance_stop
 from models_app.services.memory import placement
 from models_app.services.memory.cards import cards
 from models_app.services.memory.kvcache import kvcache_trim, limit_write
-from models_app.services.memory.placement import Wish
+from models_app.services.memory.placement import Wish, claim_waive
 from models_app.services.plans.operations import OPEN, Progress, handles
 from models_app.services.plans.plan_steps import plan_steps
 from models_app.services.plans.room_terms import Terms
 from models_app.services.plans.room_undo import undo_begin, undo_step
-from models_app.services.plans.room_wake import came_up, claim_waive, wake_step
+from models_app.services.plans.room_wake import came_up, is_lost, wake_step
 from models_app.states import LIMIT_NOW, TERMINAL, DesiredState, InstanceState, LimitStatus
 
 S = InstanceState
@@ -209,7 +209,7 @@ def _launch_step(operation: Operation, step: dict[str, Any]) -> Progress:
         transitions.report(row.pk, placement_wish=operation.facts.get("asked") or {})
         step |= {"state": "verified", "message": row.reason}
         return Progress(done=True, message=f"{model} is ready.", progress=1.0, steps=operation.steps)
-    if row is None or row.state in TERMINAL:
+    if row is None or is_lost(row):
         return undo_begin(operation, f"The newcomer did not come up: {row.reason if row else 'it is gone'}")
     message = f"{model}: {row.stage if row.state != S.PENDING else row.reason}"
     return Progress(phase="launch", message=message, progress=_share(operation.steps), steps=operation.steps)

@@ -1,4 +1,4 @@
-"""Putting back what a plan has done: the newcomer ends first, then limits rise, sleepers wake, stopped ones start.
+"""Putting back what a plan has done: the newcomer ends or sleeps again, limits rise, sleepers wake, stopped ones start.
 
 In the opposite order of the plan, over several looks: nobody can come back into bytes that the newcomer still holds.
 """
@@ -13,9 +13,10 @@ from models_app import transitions
 from models_app.errors import BrokerAway, SardeenzError
 from models_app.models import Instance, Operation
 from models_app.services.lifecycle.launch import model_launch
-from models_app.services.lifecycle.sleep import instance_wake
+from models_app.services.lifecycle.sleep import instance_sleep, instance_wake
 from models_app.services.lifecycle.stop import instance_stop
 from models_app.services.memory.kvcache import limit_write
+from models_app.services.memory.placement import claim_waive
 from models_app.services.plans.operations import Progress
 from models_app.states import TERMINAL, DesiredState, InstanceState
 
@@ -64,12 +65,14 @@ def undo_step(operation: Operation) -> Progress:
 
 def _put_back(step: dict[str, Any], actor: str) -> str | None:
     """What was done, as a sentence; empty when there is nothing to put back; None: look again."""
-    row = Instance.objects.select_related("model", "host").filter(pk=step.get("instance_id") or 0).first()
+    row = Instance.objects.select_related("model", "host", "attempt").filter(pk=step.get("instance_id") or 0).first()
     if row is None:
         return ""
     kind = step["kind"]
     if kind == "launch":
         return _end(row, actor)
+    if kind == "wake":
+        return _sleep_again(row, actor)
     if kind == StepKind.LOWER and row.limit_bytes == step["to_bytes"] and row.is_live:
         limit_write(row, step["from_bytes"], actor=actor, reclaim="wait", reason="Put back.", automatic=None)
         return f"The limit of {row.model} is {gib(step['from_bytes'])} again."
@@ -93,6 +96,20 @@ def _end(row: Instance, actor: str) -> str | None:
     if row.desired_state != DesiredState.STOPPED:
         transitions.report(row.pk, desired_state=DesiredState.STOPPED, next_restart_at=None)
     return f"{row.model} is {row.state}."
+
+
+def _sleep_again(row: Instance, actor: str) -> str | None:
+    """One that the plan woke goes back to sleep; one that never woke, or starts anew after it died, is left alone."""
+    if row.state == S.READY:
+        instance_sleep(row, actor=actor)
+        return None
+    waking = row.state == S.SLEEPING and row.desired_state == DesiredState.RUNNING
+    if waking or row.state in (S.STARTING, S.DRAINING):
+        return None
+    if row.state != S.SLEEPING:
+        return ""
+    claim_waive(row)
+    return f"{row.model} sleeps again."
 
 
 def _wake(row: Instance, step: dict[str, Any], actor: str) -> str | None:

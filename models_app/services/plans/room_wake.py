@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.conf import settings
+from django.utils import timezone
 
 from gpus_app.policies.base import Plan
 from gpus_app.policies.make_room import make_room
 from models_app.errors import Conflict, DoesNotFit
-from models_app.models import Instance, LaunchAttempt, MemoryPolicy, Operation
+from models_app.models import Instance, InstanceEvent, MemoryPolicy, Operation
 from models_app.services.lifecycle.sleep import instance_wake, room_to_wake
 from models_app.services.memory.cards import Card, cards
-from models_app.services.memory.placement import WAIVED
+from models_app.services.memory.placement import claim_waive
 from models_app.services.plans.operations import Progress
 from models_app.services.plans.plan_steps import plan_steps
 from models_app.services.plans.room_terms import Terms
@@ -24,6 +26,8 @@ from models_app.states import TERMINAL, DesiredState, InstanceState
 S = InstanceState
 #: Seconds that freed bytes may take to show up in NVML.
 _BYTES_LIMIT_S = 20.0
+#: Seconds that a newcomer may wait for its place in the room that was made for it.
+PLACED_LIMIT_S = 20.0
 
 
 def wake_plans(row: Instance, terms: Terms, found: dict[str, Card], now: float) -> list[Plan]:
@@ -68,19 +72,20 @@ def wake_steps(row: Instance, terms: Terms) -> list[dict[str, Any]]:
     return [*plan_steps(plans, found.values()), wake]
 
 
-def claim_waive(row: Instance) -> None:
-    """A sleeper claims nothing but what it holds until its state changes: its bytes are given to somebody else."""
-    if row.attempt is not None and row.attempt.memory.get(WAIVED) != row.state_version:
-        memory = {**row.attempt.memory, WAIVED: row.state_version}
-        LaunchAttempt.objects.filter(pk=row.attempt.pk).update(memory=memory)
-
-
 def came_up(row: Instance, operation: Operation, step: dict[str, Any]) -> bool:
-    """Whether the newcomer serves, or has: what it died of after that is no fault of the plan."""
+    """Whether the newcomer serves, or has since its step began: what it died of after that is no fault of the plan."""
     if row.state == S.READY:
         return True
-    since = step.get("started_at") or operation.created_at.timestamp()
-    return step["state"] == "running" and row.ready_at is not None and row.ready_at.timestamp() >= since
+    since = datetime.fromtimestamp(step.get("started_at") or operation.created_at.timestamp(), UTC)
+    ups = InstanceEvent.objects.filter(instance=row, kind="state", to_state=S.READY, at__gte=since)
+    return step["state"] == "running" and ups.exists()
+
+
+def is_lost(row: Instance | None) -> bool:
+    """Whether a newcomer that has not served will not in this room: it ended, or waits where there is none for it."""
+    if row is None or row.state in TERMINAL:
+        return True
+    return row.state == S.PENDING and timezone.now() - row.state_since > timedelta(seconds=PLACED_LIMIT_S)
 
 
 def wake_step(operation: Operation, step: dict[str, Any], *, share: float) -> Progress:
@@ -90,7 +95,7 @@ def wake_step(operation: Operation, step: dict[str, Any], *, share: float) -> Pr
     if row is not None and came_up(row, operation, step):
         step |= {"state": "verified", "message": row.reason}
         return Progress(done=True, message=f"{row.model} is awake.", progress=1.0, steps=steps)
-    if row is None or row.state in TERMINAL:
+    if row is None or is_lost(row):
         return undo_begin(operation, f"It did not wake: {row.reason if row else 'it is gone'}")
     if row.state != S.SLEEPING or row.desired_state == DesiredState.RUNNING:
         step |= {"state": "running"}
