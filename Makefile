@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 BOOT := $(PYTHON) sardeenz_site/bootstrap.py
 PYTEST := $(BIN)/python -m pytest
+# What was compiled once is kept: the suite starts hundreds of processes, and rewrites its own assertions.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: openapi help run run-control run-host install dev test test-fast test-postgres test-slow test-engine test-faults bench lint format lock clean
 
