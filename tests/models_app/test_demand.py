@@ -246,6 +246,31 @@ def test_one_that_woke_and_died_at_once_keeps_its_room(
     assert old.state == S.SLEEPING
 
 
+def test_one_that_starts_anew_to_sleep_again_stays_awake_for_those_who_ask(gpu: Gpu, readings: Readings) -> None:
+    row = make_instance(
+        model=_newcomer(), gpus=[gpu], state=S.STARTING, desired_state=DesiredState.SLEEPING, reserved_bytes=GIB
+    )
+    model_demand("new")
+    row.refresh_from_db()
+    assert row.desired_state == DesiredState.RUNNING
+
+
+def test_one_that_came_up_before_the_plan_saw_it_has_come_up(gpu: Gpu, readings: Readings) -> None:
+    """Placed by the reconciler, ready, and put to sleep by hand between two looks of the plan."""
+    old = _neighbour(gpu, readings, "old")
+    waits = make_instance(model=_newcomer(), state=S.PENDING)
+    model_demand("new")
+    operation = Operation.objects.get()
+    operation_step(operation.pk)
+    _falls_asleep(old, readings)
+    Instance.objects.filter(pk=waits.pk).update(gpu_uuids=[gpu.uuid], host=gpu.host)
+    _comes_up(waits, S.SCHEDULED, S.STARTING, S.READY, S.DRAINING, S.SLEEPING)
+    for _ in range(3):
+        operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert operation.state == Operation.State.SUCCEEDED, operation.message
+
+
 def test_one_that_died_waking_and_finds_no_place_ends_the_plan(gpu: Gpu, readings: Readings) -> None:
     """Its bytes went to somebody else while it started anew: the card is not held for it for half an hour."""
     old = _neighbour(gpu, readings, "old")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from django.db import transaction
 
-from models_app import events, selectors
+from models_app import events, selectors, transitions
 from models_app.errors import BrokerAway, Conflict, DoesNotFit, SardeenzError
 from models_app.models import Instance, Model, Operation
 from models_app.services.lifecycle.launch import instance_place, model_launch
@@ -27,6 +27,7 @@ from models_app.states import DesiredState, InstanceState
 
 log = logging.getLogger(__name__)
 S = InstanceState
+_UP_SOON = frozenset({S.PENDING, S.SCHEDULED, S.STARTING})
 
 ACTOR = ON_DEMAND
 #: What serves, or is about to: a request waits for it.
@@ -49,6 +50,7 @@ def model_demand(served_model_name: str) -> None:
     if model is None or not model.on_demand:
         return
     rows = list(selectors.replicas_of(model).values())
+    _keep_awake(rows)
     if any(row.state in _COMING for row in rows) or _is_under_way(model):
         _note(model, "", "")
         return
@@ -67,6 +69,13 @@ def model_demand(served_model_name: str) -> None:
         _note(model, "refused", exc.message)
     else:
         _note(model, "", "")
+
+
+def _keep_awake(rows: Sequence[Instance]) -> None:
+    """One that starts anew, to go back to sleep as it did before it was lost, stays awake for those who ask."""
+    for row in rows:
+        if row.state in _UP_SOON and row.desired_state == DesiredState.SLEEPING:
+            transitions.report(row.pk, expected=S(row.state), desired_state=DesiredState.RUNNING)
 
 
 def _is_under_way(model: Model) -> bool:

@@ -205,7 +205,7 @@ def _launch_step(operation: Operation, step: dict[str, Any]) -> Progress:
     if step["state"] == "waiting":
         return _verify(operation, step, model)
     row = Instance.objects.filter(pk=step["instance_id"]).first()
-    if row is not None and came_up(row, operation, step):
+    if row is not None and came_up(row, operation):
         transitions.report(row.pk, placement_wish=operation.facts.get("asked") or {})
         step |= {"state": "verified", "message": row.reason}
         return Progress(done=True, message=f"{model} is ready.", progress=1.0, steps=operation.steps)

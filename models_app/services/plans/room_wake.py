@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
@@ -72,13 +72,12 @@ def wake_steps(row: Instance, terms: Terms) -> list[dict[str, Any]]:
     return [*plan_steps(plans, found.values()), wake]
 
 
-def came_up(row: Instance, operation: Operation, step: dict[str, Any]) -> bool:
-    """Whether the newcomer serves, or has since its step began: what it died of after that is no fault of the plan."""
+def came_up(row: Instance, operation: Operation) -> bool:
+    """Whether the newcomer serves, or has since the plan began: what became of it later is no fault of the plan."""
     if row.state == S.READY:
         return True
-    since = datetime.fromtimestamp(step.get("started_at") or operation.created_at.timestamp(), UTC)
-    ups = InstanceEvent.objects.filter(instance=row, kind="state", to_state=S.READY, at__gte=since)
-    return step["state"] == "running" and ups.exists()
+    ups = InstanceEvent.objects.filter(instance=row, kind="state", to_state=S.READY, at__gte=operation.created_at)
+    return ups.exists()
 
 
 def is_lost(row: Instance | None) -> bool:
@@ -92,7 +91,7 @@ def wake_step(operation: Operation, step: dict[str, Any], *, share: float) -> Pr
     """Verify the room, wake, then wait until it is ready. ``share``: of the plan, what is done already."""
     steps: list[dict[str, Any]] = operation.steps
     row = Instance.objects.select_related("model", "host", "attempt").filter(pk=step["instance_id"]).first()
-    if row is not None and came_up(row, operation, step):
+    if row is not None and came_up(row, operation):
         step |= {"state": "verified", "message": row.reason}
         return Progress(done=True, message=f"{row.model} is awake.", progress=1.0, steps=steps)
     if row is None or is_lost(row):
