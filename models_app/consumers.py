@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from channels.consumer import get_handler_name
 from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncWebsocketConsumer
 from django.conf import settings
@@ -98,6 +99,16 @@ class LiveConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]  # channels ca
         except Exception:  # the broker is away: say so and part, the page polls and comes back
             self.joined = self.broker_ok = False
         self.pump = asyncio.create_task(self._pump())
+
+    async def dispatch(self, message: dict[str, Any]) -> None:
+        """Channels' own, without its visit to a thread for each message: no handler here keeps a database connection.
+
+        Raises ValueError for a message that nobody here handles.
+        """
+        handler = getattr(self, get_handler_name(message), None)
+        if handler is None:
+            raise ValueError(f"No handler for messages of type {message['type']}.")
+        await handler(message)
 
     async def disconnect(self, code: int) -> None:
         pump = getattr(self, "pump", None)

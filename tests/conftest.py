@@ -129,7 +129,7 @@ def valkey(valkey_url: str, settings: Any) -> Iterator[str]:
     settings.REDIS_URL = valkey_url
     settings.CHANNEL_LAYERS = {
         "default": {
-            "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",
+            "BACKEND": "sardeenz_site.channel_layer.SharedPubSubChannelLayer",
             "CONFIG": {"hosts": [valkey_url], "prefix": "sardeenz"},
         }
     }

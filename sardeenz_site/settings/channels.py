@@ -6,7 +6,7 @@ from sardeenz_site.settings.celery import REDIS_URL
 
 CHANNEL_LAYERS = {
     "default": {
-        "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",
+        "BACKEND": "sardeenz_site.channel_layer.SharedPubSubChannelLayer",
         "CONFIG": {"hosts": [REDIS_URL], "prefix": "sardeenz"},
     }
 }

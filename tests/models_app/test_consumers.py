@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import channels.consumer
 import pytest
 from asgiref.sync import sync_to_async
 from channels.auth import AuthMiddlewareStack
@@ -222,3 +223,20 @@ def test_the_consumer_handles_every_kind_of_live_message() -> None:
     for kind in kinds:
         name = str(getattr(kind, "__forward_arg__", kind)).split("'")[1].split('"')[0]
         assert hasattr(LiveConsumer, name.replace(".", "_")), name
+
+
+async def test_readings_reach_the_page_without_a_thread_for_each(
+    open_socket: WebsocketCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def visit() -> None:
+        raise AssertionError("a message went by way of a thread")
+
+    monkeypatch.setattr(channels.consumer, "aclose_old_connections", visit)
+    await tell(sample(1))
+    frame = await open_socket.receive_json_from()
+    assert frame["samples"][0]["t"] == 1.0
+
+
+async def test_message_that_nobody_handles_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no\.such"):
+        await LiveConsumer().dispatch({"type": "no.such"})
