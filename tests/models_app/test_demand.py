@@ -319,6 +319,31 @@ def test_wake_that_is_cancelled_on_its_way_ends_asleep_and_the_neighbour_comes_b
     assert "old is awake." in operation.message
 
 
+def test_one_that_dies_while_its_wake_is_cancelled_sleeps_after_its_next_start(gpu: Gpu, readings: Readings) -> None:
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    operation = _neighbour_gives_way(old, readings)
+    _comes_up(sleeper, S.STARTING, S.FAILED)
+    operation_cancel(operation, actor="anna")
+    for _ in range(3):
+        operation_step(operation.pk)
+    sleeper.refresh_from_db()
+    assert sleeper.desired_state == DesiredState.SLEEPING
+
+
+def test_cancelled_too_late_is_done(gpu: Gpu, readings: Readings) -> None:
+    old = _neighbour(gpu, readings, "old")
+    sleeper = _sleeper(gpu, readings)
+    model_demand("sleeper")
+    operation = _neighbour_gives_way(old, readings)
+    _comes_up(sleeper)
+    operation_cancel(operation, actor="anna")
+    operation_step(operation.pk)
+    operation.refresh_from_db()
+    assert (operation.state, operation.message) == (Operation.State.SUCCEEDED, "sleeper is awake.")
+
+
 # --- who never does --------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ def make_room_step(operation: Operation) -> Progress:
     try:
         if operation.facts.get("undoing"):
             return undo_step(operation)
-        if operation.cancel_requested:
+        if operation.cancel_requested and not _is_up(operation):
             while_starting = steps[-1]["state"] == "running"
             why = "Cancelled while the newcomer was starting." if while_starting else "Cancelled."
             return undo_begin(operation, why, cancelled=True)
@@ -97,6 +97,13 @@ def make_room_step(operation: Operation) -> Progress:
         if operation.facts.get("undoing"):
             raise
         return undo_begin(operation, exc.message)
+
+
+def _is_up(operation: Operation) -> bool:
+    """Whether it is too late to cancel: the newcomer serves, or did since."""
+    last = operation.steps[-1]
+    row = Instance.objects.filter(pk=last.get("instance_id") or 0).first()
+    return last["state"] == "running" and row is not None and came_up(row, operation)
 
 
 def _step(operation: Operation) -> Progress:

@@ -47,6 +47,7 @@ def undo_step(operation: Operation) -> Progress:
     now = time.time()
     late = now - step.setdefault("undo_at", now) > UNDO_LIMIT_S
     sentence: str | None
+    _claims_nothing(steps[-1])
     try:
         sentence = _put_back(step, operation.created_by)
         outcome = "undone" if sentence else "stays"
@@ -65,7 +66,7 @@ def undo_step(operation: Operation) -> Progress:
 
 def _put_back(step: dict[str, Any], actor: str) -> str | None:
     """What was done, as a sentence; empty when there is nothing to put back; None: look again."""
-    row = Instance.objects.select_related("model", "host", "attempt").filter(pk=step.get("instance_id") or 0).first()
+    row = Instance.objects.select_related("model", "host").filter(pk=step.get("instance_id") or 0).first()
     if row is None:
         return ""
     kind = step["kind"]
@@ -99,17 +100,25 @@ def _end(row: Instance, actor: str) -> str | None:
 
 
 def _sleep_again(row: Instance, actor: str) -> str | None:
-    """One that the plan woke goes back to sleep; one that never woke, or starts anew after it died, is left alone."""
+    """One that the plan woke goes back to sleep; one that died on the way does so after its next start."""
     if row.state == S.READY:
         instance_sleep(row, actor=actor)
         return None
     waking = row.state == S.SLEEPING and row.desired_state == DesiredState.RUNNING
-    if waking or row.state in (S.STARTING, S.DRAINING):
+    if waking or row.state in (S.SCHEDULED, S.STARTING, S.DRAINING):
         return None
-    if row.state != S.SLEEPING:
-        return ""
-    claim_waive(row)
-    return f"{row.model} sleeps again."
+    if row.state == S.SLEEPING:
+        return f"{row.model} sleeps again."
+    if row.desired_state == DesiredState.RUNNING:
+        transitions.report(row.pk, expected=S(row.state), desired_state=DesiredState.SLEEPING)
+    return ""
+
+
+def _claims_nothing(newcomer: dict[str, Any]) -> None:
+    """A sleeper that goes on sleeping gives up its claim to wake, or its neighbour would find no room to come back."""
+    row = Instance.objects.filter(pk=newcomer.get("instance_id") or 0).select_related("attempt").first()
+    if newcomer["kind"] == "wake" and row is not None and row.state == S.SLEEPING:
+        claim_waive(row)
 
 
 def _wake(row: Instance, step: dict[str, Any], actor: str) -> str | None:

@@ -16,7 +16,6 @@ from models_app.errors import Conflict, DoesNotFit
 from models_app.models import Instance, InstanceEvent, MemoryPolicy, Operation
 from models_app.services.lifecycle.sleep import instance_wake, room_to_wake
 from models_app.services.memory.cards import Card, cards
-from models_app.services.memory.placement import claim_waive
 from models_app.services.plans.operations import Progress
 from models_app.services.plans.plan_steps import plan_steps
 from models_app.services.plans.room_terms import Terms
@@ -100,7 +99,6 @@ def wake_step(operation: Operation, step: dict[str, Any], *, share: float) -> Pr
         step |= {"state": "running"}
         return Progress(phase="wake", message=f"{row.model} wakes.", progress=share, steps=steps)
     if step["state"] == "running":
-        claim_waive(row)
         return undo_begin(operation, f"It did not wake: {row.reason}")
     short = room_to_wake(row)
     if not short:
