@@ -261,8 +261,9 @@ def test_round_with_nothing_to_do_costs_a_fixed_number_of_queries(
 def test_demand_starts_a_model_that_allows_it(host: Host) -> None:
     model = make_model(on_demand=True)
     model_demand(model.served_model_name)
-    model_demand(model.served_model_name)
     assert model.instances.get().state == S.PENDING
+    model_demand(model.served_model_name)  # finds it waiting, and places it
+    assert model.instances.get().state == S.SCHEDULED
 
 
 def test_demand_by_an_alias(host: Host) -> None:
