@@ -112,8 +112,10 @@ def test_reclaim_by_preemption_is_at_once_and_changes_no_answer(tmp_path: Path) 
         texts = [stream.finished().text for stream in streams]
         assert all(stream.reasons == ["length"] for stream in streams)
         engine.kv("limit", {"size": 100 * BUNDLE})
-        for prompt, text in zip(undisturbed, texts, strict=True):
-            assert engine.complete(prompt, max_tokens=300, ignore_eos=True)["choices"][0]["text"] == text
+        preempted = engine.metric("num_preemptions_total")
+        again = [engine.stream(prompt, max_tokens=300, ignore_eos=True) for prompt in undisturbed]
+        assert [stream.finished().text for stream in again] == texts
+        assert engine.metric("num_preemptions_total") == preempted
 
 
 @pytest.mark.slow
