@@ -455,6 +455,20 @@ def test_neighbour_that_somebody_launches_again_meanwhile_is_waited_for_no_longe
     assert "wanted running again" in operation.steps[0]["message"]
 
 
+def test_stop_is_waited_for_as_long_as_its_requests_may_drain(
+    gpu: Gpu, readings: Readings, newcomer: Model, settings: Any
+) -> None:
+    settings.DRAIN_LIMIT_S = 600.0
+    row = _ready(gpu, readings, limit=2 * GIB, baseline=60 * GIB)
+    operation = room_make(newcomer, actor="anna")
+    _step(operation)
+    _move(row, S.STOPPING)
+    operation.steps[0]["started_at"] -= 300.0
+    operation.save(update_fields=["steps"])
+    _step(operation)
+    assert operation.steps[0]["state"] == "running"
+
+
 def test_neighbour_that_was_stopped_is_started_again_when_it_is_undone(
     gpu: Gpu, readings: Readings, newcomer: Model
 ) -> None:

@@ -39,7 +39,7 @@ S = InstanceState
 MAKE_ROOM = "make_room"
 TIDY = "tidy"
 
-#: Seconds that one step may take before the plan goes on without what it promised.
+#: Seconds that one step may take before the plan goes on without what it promised; draining may add to them.
 STEP_LIMIT_S = {StepKind.LOWER: 45.0, StepKind.TRIM: 20.0, StepKind.SLEEP: 120.0, StepKind.STOP: 120.0}
 #: Seconds that freed bytes may take to show up in NVML.
 BYTES_LIMIT_S = 20.0
@@ -153,7 +153,7 @@ def _advance(step: dict[str, Any], operation: Operation) -> None:
             return
         step |= {"state": "running", "started_at": now, "free_before": before}
         return
-    late = now - step["started_at"] > STEP_LIMIT_S[StepKind(step["kind"])]
+    late = now - step["started_at"] > _step_limit_s(StepKind(step["kind"]))
     finished, message = _finished(step, row)
     measured = _measured(_free(step["gpu_uuids"]), step.get("free_before") or {})
     step["measured_bytes"] = measured
@@ -164,6 +164,17 @@ def _advance(step: dict[str, Any], operation: Operation) -> None:
         step |= {"state": "verified" if there else "short", "message": message}
     elif late and not finished:
         step |= {"state": "failed", "message": message or "It took too long."}
+
+
+def _step_limit_s(kind: StepKind) -> float:
+    """Seconds for a step: who sleeps or stops may take as long as the settings let requests drain and engines end."""
+    limit = STEP_LIMIT_S[kind]
+    drain: float = settings.ROUTE_GRACE_S + settings.DRAIN_LIMIT_S
+    if kind is StepKind.SLEEP:
+        return max(limit, drain + float(settings.WAKE_CALL_LIMIT_S))
+    if kind is StepKind.STOP:
+        return max(limit, drain + float(settings.STOP_LIMIT_S + settings.KILL_LIMIT_S))
+    return limit
 
 
 def _begin(step: dict[str, Any], row: Instance, actor: str) -> None:
