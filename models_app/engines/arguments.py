@@ -14,7 +14,7 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -107,8 +107,16 @@ def check_extra_args(
             )
         else:
             errors += _value_errors(argument)
-            argv += [argument.spelling, *argument.values]
+            argv += _words(argument)
     return ([] if errors else argv), errors
+
+
+def _words(argument: Argument) -> list[str]:
+    """As they go on the command line. A value with a dash in front stays attached, or it would be taken for a flag."""
+    values = argument.values
+    if len(values) == 1 and values[0].startswith("-") and not _NEGATIVE_NUMBER.fullmatch(values[0]):
+        return [f"{argument.spelling}={values[0]}"]
+    return [argument.spelling, *values]
 
 
 def parse_extra_args(text: str, *, vllm_version: str | None = None) -> tuple[list[Argument], list[str]]:
@@ -125,7 +133,7 @@ def parse_extra_args(text: str, *, vllm_version: str | None = None) -> tuple[lis
     while index < len(words):
         word = words[index]
         index += 1
-        if not _is_flag(word):
+        if not _is_flag(word, known):
             errors.append(_stray(word, after=arguments[-1] if arguments else None))
             continue
         if word == "-O" and index < len(words) and words[index] in ("0", "1", "2", "3"):
@@ -133,14 +141,14 @@ def parse_extra_args(text: str, *, vllm_version: str | None = None) -> tuple[lis
         resolved = _resolve(word, known, vllm_version)
         if isinstance(resolved, str):
             errors.append(resolved)
-            while index < len(words) and not _is_flag(words[index]):
+            while index < len(words) and not _is_flag(words[index], known):
                 index += 1  # its values: one sentence about the flag is enough
             continue
         flag, spelling, given = resolved
         values = [given] if given is not None else []
         if given is None and flag.takes != "none":
             most = len(words) if flag.takes == "many" else 1
-            while index < len(words) and len(values) < most and not _is_flag(words[index]):
+            while index < len(words) and len(values) < most and not _is_flag(words[index], known):
                 values.append(words[index])
                 index += 1
         if given is not None and flag.takes == "none":
@@ -152,9 +160,15 @@ def parse_extra_args(text: str, *, vllm_version: str | None = None) -> tuple[lis
     return arguments, errors
 
 
-def _is_flag(word: str) -> bool:
-    """As argparse sees it: a dash in front, not a number, no blank inside."""
-    return len(word) > 1 and word[0] == "-" and not _NEGATIVE_NUMBER.fullmatch(word) and " " not in word
+def _is_flag(word: str, known: Mapping[str, Flag]) -> bool:
+    """As argparse sees it: a dash in front, not a number, no blank in its name; a short one may have a value glued on.
+
+    A blank after the first ``=`` is one of the value: ``"--flag=a b"`` is a flag wherever it stands.
+    """
+    if len(word) < 2 or word[0] != "-" or _NEGATIVE_NUMBER.fullmatch(word):
+        return False
+    name = word.partition("=")[0]
+    return " " not in name or (not word.startswith("--") and word[:2] in known)
 
 
 def _stray(word: str, after: Argument | None) -> str:

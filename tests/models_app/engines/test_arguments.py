@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from models_app.engines.argument_rules import OWNED, OWNED_WITH_KVCACHED, RISKY
-from models_app.engines.arguments import check_extra_args, flags_of
+from models_app.engines.arguments import check_extra_args, flags_of, parse_extra_args
 
 
 def check(text: str, **more: object) -> tuple[list[str], list[str]]:
@@ -32,6 +37,10 @@ def check(text: str, **more: object) -> tuple[list[str], list[str]]:
         ("--cudagraph-capture-sizes 1 2 4", ["--cudagraph-capture-sizes", "1", "2", "4"]),
         ("--max-num-batched-tokens 4k", ["--max-num-batched-tokens", "4k"]),
         ("--no-trust-remote-code", ["--no-trust-remote-code"]),
+        ("--limit-mm-per-prompt='{\"image\": 1}'", ["--limit-mm-per-prompt", '{"image": 1}']),
+        ("--tool-call-parser='a b'", ["--tool-call-parser", "a b"]),
+        ("'-q awq'", ["--quantization", " awq"]),
+        ("--tool-call-parser=--api-key=x", ["--tool-call-parser=--api-key=x"]),
         ("", []),
     ],
 )
@@ -135,3 +144,49 @@ def test_a_version_between_two_known_ones_gets_what_either_knows() -> None:
     assert "--max-num-queued-reqs" in between  # came by 0.30
     assert "--calculate-kv-scales" not in flags_of("0.30.0+cpu")
     assert "--max-num-queued-reqs" not in flags_of("0.10.0")
+
+
+# --- against the real thing ------------------------------------------------------------------------------------------
+
+
+def _argparse() -> argparse.ArgumentParser:
+    """A parser with all of vLLM's options, as its own is: built on argparse."""
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
+    nargs = {"one": None, "optional": "?", "many": "+"}
+    for flag in {flag.names: flag for flag in flags_of("0.30.0").values()}.values():
+        if flag.takes == "none":
+            parser.add_argument(*flag.names, dest=flag.name, action="append_const", const="")
+        else:
+            parser.add_argument(*flag.names, dest=flag.name, action="append", nargs=nargs[flag.takes])
+    return parser
+
+
+PARSER = _argparse()
+_NAMES = st.sampled_from(
+    [
+        *("--ignore-patterns", "--lora-modules", "--collect-detailed-traces", "--tool-call-parser", "--seed", "-q"),
+        *("--api-key", "--api-k", "--hf-overrides", "--trust-remote-code", "--served-model-name", "--port"),
+        "--no-async-scheduling",
+    ]
+)
+_VALUES = st.sampled_from(["a", "a b", "-1", "", '{"a": 1}', "--api-key=x", "--api-key=a b", "-q a", "-", "x=y"])
+_PAIRS = st.sampled_from(["{}={}", "{} {}"]).flatmap(lambda form: st.builds(form.format, _NAMES, _VALUES))
+_WORDS = st.one_of(_NAMES, _VALUES, _PAIRS)
+
+
+@given(st.lists(_WORDS, max_size=6))
+@example(["--ignore-patterns", "a", "--api-key=a b"])
+@example(["--tool-call-parser=--api-key=x"])
+@example(["--ignore-patterns", "a", "-q awq"])
+def test_vllm_sees_the_flags_that_were_judged_and_no_other(words: list[str]) -> None:
+    argv, errors = check(shlex.join(words))
+    if errors:
+        return
+    try:
+        seen, strays = PARSER.parse_known_args(argv)
+    except argparse.ArgumentError:
+        return  # refused by vLLM: nothing starts
+    assert not strays
+    flags = {name for name, value in vars(seen).items() if value is not None}
+    assert flags == {argument.flag.name for argument in parse_extra_args(shlex.join(words), vllm_version="0.30.0")[0]}
+    assert not flags & (OWNED.keys() | RISKY.keys())
