@@ -10,6 +10,7 @@ Exit status of the first process, which returns as soon as the second is on its 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -34,6 +35,8 @@ LOG_LIMIT_BYTES = 32 * 1024 * 1024
 LEAVE_LIMIT_S = 1.0
 TERM_LIMIT_S = 6.0
 _PARTIAL_LINE_LIMIT = 64 * 1024
+#: So many bytes of a secret at the end of an unfinished line are held back until the line goes on.
+_PART_OF_SECRET = 4
 
 
 class Log:
@@ -54,6 +57,14 @@ class Log:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
 
+    def _turn(self) -> None:
+        """Begin the next file. Where that cannot be done now, the old one stays open and it is tried again later."""
+        old = self._file
+        with contextlib.suppress(FileNotFoundError):  # moved already, by a turn that got no further
+            self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+        self._open()
+        os.close(old)
+
     def feed(self, data: bytes) -> None:
         """Take output as it comes; whole lines are written. Progress bars end their lines with \\r: made \\n."""
         data = self._rest + data
@@ -70,8 +81,18 @@ class Log:
 
     def flush(self) -> None:
         """Write an unfinished line too: a prompt or a half bar is worth seeing while the engine is silent."""
-        rest, self._rest = self._rest.replace(b"\r", b"\n"), b""
-        self._write(rest)
+        line = self._rest.replace(b"\r", b"\n")
+        end = len(line) - self._half_a_secret(line)
+        self._rest = line[end:]
+        self._write(line[:end])
+
+    def _half_a_secret(self, line: bytes) -> int:
+        """Length of the end of ``line`` that may be the beginning of a secret, whose rest is on its way."""
+        longest = max((len(secret) for secret in self.secrets), default=0)
+        for size in range(min(len(line), longest - 1), _PART_OF_SECRET - 1, -1):
+            if any(secret.startswith(line[-size:]) for secret in self.secrets):
+                return size
+        return 0
 
     def say(self, sentence: str) -> None:
         self.flush()
@@ -84,14 +105,15 @@ class Log:
             data = data.replace(secret, b"***")
         try:
             if self._size and self._size + len(data) > self.limit:
-                os.close(self._file)
-                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
-                self._open()
+                self._turn()
             if self.dropped:
                 note = f"sardeenz: {self.dropped} bytes of output were lost, the disk was full\n".encode()
                 self._size += os.write(self._file, note)
                 self.dropped = 0
-            self._size += os.write(self._file, data)
+            while data:  # the last block of a disk takes a part
+                written = os.write(self._file, data)
+                self._size += written
+                data = data[written:]
         except OSError:
             self.dropped += len(data)
 

@@ -149,6 +149,44 @@ def test_a_full_disk_drops_output_and_says_so_later(tmp_path: Path, monkeypatch:
     ).read_text() == "sardeenz: 10 bytes of output were lost, the disk was full\nkept line\n"
 
 
+def test_log_whose_turn_fails_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    log, open_file = Log(tmp_path / "engine.log", limit=20), os.open
+    log.feed(b"a line of the first\n")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("models_app.engines.guardian.os.open", full)
+    log.feed(b"lost\n")
+    monkeypatch.setattr("models_app.engines.guardian.os.open", open_file)
+    log.feed(b"kept line\n")
+    said = "sardeenz: 5 bytes of output were lost, the disk was full\nkept line\n"
+    assert (tmp_path / "engine.log").read_text() == said
+    assert (tmp_path / "engine.log.1").read_text() == "a line of the first\n"
+
+
+def test_what_a_nearly_full_disk_takes_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    log, write = Log(tmp_path / "engine.log"), os.write
+    monkeypatch.setattr("models_app.engines.guardian.os.write", lambda fd, data: write(fd, data[:3]))
+    log.feed(b"a whole line\n")
+    assert (tmp_path / "engine.log").read_text() == "a whole line\n"
+    assert log.dropped == 0
+
+
+def test_secret_that_comes_in_two_halves_is_masked(tmp_path: Path) -> None:
+    log = Log(tmp_path / "engine.log", secrets=(b"hf_0123456789",))
+    log.feed(b"token hf_0123")
+    log.flush()  # the engine is silent for a while
+    log.feed(b"456789 was given, ph")
+    log.flush()
+    log.feed(b"ew\n")
+    assert (tmp_path / "engine.log").read_text() == "token *** was given, phew\n"
+
+
 def test_memory_of_a_start_is_read_with_kvcached_s_own_geometry() -> None:
     memory = read_memory(samples.GPU_START)
     assert memory.weights_bytes == 16396369920  # kvcached's exact figure, not vLLM's rounded one
