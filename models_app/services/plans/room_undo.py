@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from django.conf import settings
+
 from gpus_app.policies.base import StepKind, gib
 from models_app import transitions
 from models_app.errors import BrokerAway, SardeenzError
@@ -22,7 +24,7 @@ from models_app.states import TERMINAL, DesiredState, InstanceState
 
 S = InstanceState
 
-#: Seconds that putting back one step may take, the end of the newcomer included.
+#: Seconds that putting back one step may take, beside the time that the newcomer's requests may take to drain.
 UNDO_LIMIT_S = 120.0
 
 
@@ -45,7 +47,8 @@ def undo_step(operation: Operation) -> Progress:
         message = " ".join([why, *said])
         return Progress(done=True, failed=not cancelled, cancelled=cancelled, message=message, steps=steps)
     now = time.time()
-    late = now - step.setdefault("undo_at", now) > UNDO_LIMIT_S
+    limit = UNDO_LIMIT_S + (settings.DRAIN_LIMIT_S if step["kind"] in ("launch", "wake") else 0.0)
+    late = now - step.setdefault("undo_at", now) > limit
     sentence: str | None
     _claims_nothing(steps[-1])
     try:
@@ -57,7 +60,7 @@ def undo_step(operation: Operation) -> Progress:
         # A card whose memory comes back late refuses at first.
         sentence, outcome = (f"{step['name']}: {exc.message}", "stays") if late else (None, "")
     if sentence is None and late:
-        sentence, outcome = f"{step['name']} could not be put back within {UNDO_LIMIT_S:.0f} s.", "stays"
+        sentence, outcome = f"{step['name']} could not be put back within {limit:.0f} s.", "stays"
     if sentence is not None:
         step["state"] = outcome
         said += [sentence] if sentence else []
