@@ -49,6 +49,8 @@ class HostAdmin(Base):
         "versions",
         "total_ram_bytes",
         "available_ram_bytes",
+        "total_shm_bytes",
+        "available_shm_bytes",
         "cordoned",
         "maintenance",
         "note",

@@ -146,6 +146,8 @@ class HostOut(Schema):
     sampler_seen_at: datetime | None
     total_ram_bytes: int
     available_ram_bytes: int
+    total_shm_bytes: int
+    available_shm_bytes: int
     gpus: list[str]
 
     @staticmethod

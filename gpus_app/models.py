@@ -24,6 +24,8 @@ class Host(models.Model):
     versions = models.JSONField(default=dict, blank=True, help_text="driver, vllm, kvcached, python …")
     total_ram_bytes = models.BigIntegerField(default=0)
     available_ram_bytes = models.BigIntegerField(default=0)
+    total_shm_bytes = models.BigIntegerField(default=0, help_text="Of /dev/shm; 0 where it is not known.")
+    available_shm_bytes = models.BigIntegerField(default=0)
     boot_id = models.CharField(max_length=64, blank=True)
     cordoned = models.BooleanField(default=False, help_text="No new instances here.")
     maintenance = models.BooleanField(default=False, help_text="Being emptied or worked on: nothing is restarted here.")

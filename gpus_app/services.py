@@ -76,11 +76,22 @@ def _facts(host: Host) -> tuple[Any, ...]:
     return host.address, host.engine_kind, versions, host.total_ram_bytes, host.boot_id
 
 
-def host_heartbeat(name: str, *, source: Literal["worker", "sampler"], available_ram_bytes: int | None = None) -> bool:
-    """Note, on the database's clock, that the host's worker or sampler lives. False: no such host is entered."""
+def host_heartbeat(
+    name: str,
+    *,
+    source: Literal["worker", "sampler"],
+    available_ram_bytes: int | None = None,
+    shm_bytes: tuple[int, int] | None = None,
+) -> bool:
+    """Note, on the database's clock, that the host's worker or sampler lives. False: no such host is entered.
+
+    ``shm_bytes``: total and free, of ``/dev/shm``.
+    """
     changes: dict[str, Any] = {f"{source}_seen_at": Now()}
     if available_ram_bytes is not None:
         changes["available_ram_bytes"] = available_ram_bytes
+    if shm_bytes is not None:
+        changes["total_shm_bytes"], changes["available_shm_bytes"] = shm_bytes
     return bool(Host.objects.filter(name=name).update(**changes))
 
 

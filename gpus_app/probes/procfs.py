@@ -116,6 +116,15 @@ def memory_info() -> tuple[int, int]:
     return values.get(b"MemTotal", 0), values.get(b"MemAvailable", 0)
 
 
+def shared_memory_room(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Total and free bytes of ``/dev/shm``, where kvcached's segments and vLLM's queues lie; zeros without it."""
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return 0, 0
+    return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+
+
 def boot_id() -> str:
     """Changes with every boot of the machine."""
     return (read_bytes("/proc/sys/kernel/random/boot_id") or b"").decode().strip()

@@ -17,7 +17,7 @@ from django.db import DatabaseError, InterfaceError, connection
 
 from gpus_app.events import HintSender
 from gpus_app.models import Host
-from gpus_app.probes import procfs
+from gpus_app.probes import procfs, segments
 from gpus_app.probes.base import GpuReading
 from gpus_app.sampler.observer import Hint
 from gpus_app.services import RollUp, gpus_sync, host_heartbeat, host_register, samples_record
@@ -195,9 +195,10 @@ class Recorder:
 
     def _heartbeat(self, now: float) -> None:
         _, available = procfs.memory_info()
-        if not host_heartbeat(self._host.name, source="sampler", available_ram_bytes=available):
+        shm = procfs.shared_memory_room(segments.SHM)
+        if not host_heartbeat(self._host.name, source="sampler", available_ram_bytes=available, shm_bytes=shm):
             self._register()  # its row was deleted: it is here all the same
-            host_heartbeat(self._host.name, source="sampler", available_ram_bytes=available)
+            host_heartbeat(self._host.name, source="sampler", available_ram_bytes=available, shm_bytes=shm)
         self._beat_at = now
 
     def _sync(self, readings: list[GpuReading], now: float) -> None:

@@ -19,6 +19,8 @@ from models_app.states import InstanceState, LimitStatus
 DEFERRED_IS_NEWS_AFTER = timedelta(seconds=10)
 #: A host with a smaller share of its memory free is about to kill something.
 RAM_LOW = 0.05
+#: A container has 64 MiB of /dev/shm by default: segments fill it slowly, the queues of tensor parallel engines fast.
+SHM_LOW_BYTES = 32 * 1024**2
 
 
 def attention(board: Board, *, may_operate: bool) -> list[Item]:
@@ -49,6 +51,19 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
                     "gauge",
                     f"The memory of host {host.host.name} is nearly full",
                     f"{free} of {total} GiB free; sleepers keep {kept} GiB. Wake or stop a sleeper, or use level 2.",
+                    f"/gpus/#host-{host.host.pk}",
+                )
+            )
+        elif _shm_low(host.host):
+            free, total = words.size(host.host.available_shm_bytes), words.size(host.host.total_shm_bytes)
+            found.append(
+                Item(
+                    2,
+                    "warn",
+                    "gauge",
+                    f"Shared memory of host {host.host.name} is nearly full",
+                    f"{free} of {total} of its /dev/shm are free. An engine that finds no room there does not start or "
+                    "dies of a bus error: remove what no longer serves, or make it larger (--shm-size of a container).",
                     f"/gpus/#host-{host.host.pk}",
                 )
             )
@@ -141,6 +156,10 @@ def attention(board: Board, *, may_operate: bool) -> list[Item]:
 
 def _ram_low(host: Host) -> bool:
     return 0 < host.available_ram_bytes < host.total_ram_bytes * RAM_LOW
+
+
+def _shm_low(host: Host) -> bool:
+    return host.total_shm_bytes > 0 and host.available_shm_bytes < SHM_LOW_BYTES
 
 
 def _of_instance(row: Row, may_operate: bool) -> list[Item]:

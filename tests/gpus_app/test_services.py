@@ -108,6 +108,14 @@ def test_a_heartbeat_is_stamped_by_the_database() -> None:
     assert host.reachable
 
 
+def test_a_heartbeat_tells_how_much_shared_memory_is_left() -> None:
+    register()
+    assert host_heartbeat("host-a", source="sampler", shm_bytes=(64, 5))
+    host_heartbeat("host-a", source="worker")  # knows nothing of it, and takes nothing back
+    host = Host.objects.get()
+    assert (host.total_shm_bytes, host.available_shm_bytes) == (64, 5)
+
+
 def test_a_heartbeat_of_an_unknown_host_says_so() -> None:
     assert not host_heartbeat("nobody", source="sampler")
 

@@ -125,6 +125,18 @@ def test_memory_of_sleepers_is_shown_per_host(host: Host, client: Client, valkey
     assert f"The memory of host {host.name} is nearly full" in client_of().get("/").content.decode()
 
 
+def test_shared_memory_is_shown_and_told_when_it_runs_out(host: Host, client: Client) -> None:
+    Host.objects.update(total_shm_bytes=64 * GIB, available_shm_bytes=40 * GIB, available_ram_bytes=60 * GIB)
+    assert "/dev/shm free <b>40.0</b> of 64.0 GiB" in client_of().get("/gpus/").content.decode()
+    headers = {"Authorization": f"Bearer {make_key()[1]}"}
+    (told,) = client.get("/api/v1/hosts", headers=headers).json()
+    assert (told["total_shm_bytes"], told["available_shm_bytes"]) == (64 * GIB, 40 * GIB)
+    title = f"Shared memory of host {host.name} is nearly full"
+    assert title not in client_of().get("/").content.decode()
+    Host.objects.update(available_shm_bytes=0)
+    assert title in client_of().get("/").content.decode()
+
+
 def test_what_a_sleep_freed_is_shown(host: Host) -> None:
     row = make_instance(host=host, model=make_model(enable_sleep_mode=True), state=S.SLEEPING, sleep_level=1)
     assert row.attempt is not None

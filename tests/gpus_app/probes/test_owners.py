@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpus_app.probes import procfs
+from gpus_app.probes import procfs, segments
 from gpus_app.probes.owners import ASK_AGAIN_S, Owners
 from gpus_app.probes.rundirs import Attempt, RunDirs
 from tests.gpus_app.fake_host import FakeHost
@@ -152,3 +152,6 @@ def test_the_machine_tells_its_memory_and_boot() -> None:
     total, available = procfs.memory_info()
     assert 0 < available <= total
     assert len(procfs.boot_id()) == 36
+    total, free = procfs.shared_memory_room(segments.SHM)
+    assert 0 < free <= total
+    assert procfs.shared_memory_room("/nowhere") == (0, 0)

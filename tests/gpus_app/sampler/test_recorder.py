@@ -71,6 +71,7 @@ def test_the_host_and_its_gpus_are_entered_at_once(recorder: Recorder) -> None:
     host = Host.objects.get()
     assert (host.name, host.address, host.engine_kind) == ("host-a", "10.0.0.5", "simulated")
     assert host.versions == {"driver": "580.1"} and host.total_ram_bytes > 0 and host.boot_id
+    assert 0 < host.available_shm_bytes <= host.total_shm_bytes
     assert host.sampler_seen_at is not None and host.worker_seen_at is None and host.available_ram_bytes > 0
     assert Gpu.objects.get().uuid == "GPU-a"
 
