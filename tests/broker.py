@@ -26,5 +26,6 @@ def celery_broker(url: str) -> Iterator[None]:
 
 
 def _drop() -> None:
-    current_app.close()
+    """Not by ``close``: tasks that are imported after that would not be registered."""
+    current_app._pool = None
     current_app.amqp._producer_pool = None
