@@ -228,7 +228,9 @@ def _of_instance(row: Row, may_operate: bool) -> list[Item]:
             )
         )
     if i.state == InstanceState.PENDING and timezone.now() - i.state_since > timedelta(seconds=15):
-        found.append(Item(5, "warn", words.QUEUED.icon, f"{row.label} waits for a GPU", i.reason, href, i.state_since))
+        acts = (("Make room", f"/models/{i.model_id}/launch/", True),) if may_operate else ()
+        title = f"{row.label} waits for a GPU"
+        found.append(Item(5, "warn", words.QUEUED.icon, title, i.reason, href, i.state_since, acts))
     if row.outdated:
         acts = (("Restart", f"{href}restart/", True),) if may_operate else ()
         found.append(

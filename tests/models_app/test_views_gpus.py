@@ -217,6 +217,20 @@ def test_what_needs_attention_stands_first_worst_on_top(valkey: str) -> None:
     assert "No weights." in text
 
 
+def test_one_that_waits_for_a_gpu_is_offered_room(valkey: str) -> None:
+    make_gpu(host=make_host())
+    model = make_model(served_model_name="late")
+    row = make_instance(model=model, state="pending", reason="3.5 GiB are needed.")
+    offer = f'href="/models/{model.pk}/launch/"'
+    assert "late waits for a GPU" not in client_of().get("/").text  # it may be placed at the next look
+    Instance.objects.filter(pk=row.pk).update(state_since=timezone.now() - timedelta(minutes=1))
+    text = client_of().get("/").text
+    assert "late waits for a GPU" in text
+    assert "3.5 GiB are needed." in text
+    assert offer in text
+    assert offer not in client_of("viewer").get("/").text
+
+
 def test_a_stopped_failure_needs_no_attention() -> None:
     make_instance(state="failed", desired_state="stopped", gpus=[make_gpu(host=make_host())])
     assert "failed</strong>" not in client_of().get("/").content.decode()
