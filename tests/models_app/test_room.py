@@ -562,6 +562,24 @@ def test_plan_that_takes_too_long_is_undone(full: Instance, readings: Readings, 
     assert "Not finished within 1800 s" in operation.message
 
 
+def test_newcomer_that_is_still_loading_is_left_to_its_own_limit(
+    gpu: Gpu, full: Instance, readings: Readings, newcomer: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have hours for a download; the plan has half an hour until it starts."""
+    _trim(monkeypatch, readings)
+    operation = room_make(newcomer, actor="anna")
+    _room_is_there(operation, full, readings)
+    row = Instance.objects.get(pk=operation.steps[-1]["instance_id"])
+    assert instance_place(row.pk)
+    _move(row, S.STARTING)
+    Operation.objects.update(created_at=timezone.now() - timedelta(hours=2))
+    _step(operation)
+    assert operation.is_open and not operation.facts.get("undoing")
+    _move(row, S.READY)
+    _step(operation)
+    assert operation.state == "succeeded"
+
+
 @pytest.mark.parametrize("written", [False, True])
 def test_worker_that_died_in_the_middle_of_a_step_is_followed_by_another(
     full: Instance, readings: Readings, newcomer: Model, monkeypatch: pytest.MonkeyPatch, written: bool

@@ -170,7 +170,7 @@ def room_make(
             "terms": terms.json(),
         },
         model=model,
-        deadline_s=MAKE_ROOM_LIMIT_S + _UNDO_S,
+        deadline_s=MAKE_ROOM_LIMIT_S + settings.START_LIMIT_S + settings.DOWNLOAD_LIMIT_S + _UNDO_S,
     )
 
 
@@ -199,7 +199,7 @@ def room_wake_make(row: Instance, *, actor: str, terms: Terms = CONFIRMED) -> Op
         facts={"gpu_uuids": list(row.gpu_uuids), "round": ROUNDS, "need_bytes": 0, "terms": terms.json()},
         model=row.model,
         instance=row,
-        deadline_s=MAKE_ROOM_LIMIT_S + _UNDO_S,
+        deadline_s=MAKE_ROOM_LIMIT_S + settings.WAKE_LIMIT_S + _UNDO_S,
     )
 
 
