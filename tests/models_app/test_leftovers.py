@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from datetime import timedelta
@@ -168,6 +169,21 @@ def test_end_of_the_demo_leaves_nothing_and_keeps_what_is_wanted(ready: Instance
     assert process.members(_folder(ready)) == []
     restarts_due()
     assert _state(ready) == S.PENDING
+
+
+def test_end_of_the_demo_removes_what_a_killed_engine_left_a_moment_ago(ready: Instance, fleet: Host) -> None:
+    """Its guardian had not seen the segment yet, and no worker will sweep any more."""
+    folder, segment = _folder(ready), Path("/dev/shm") / ready.ipc_name
+    status = process.read_status(folder)
+    assert status is not None and status.engine_pid and segment.exists()
+    os.kill(status.engine_pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not ((status := process.read_status(folder)) and status.cleaned_at):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    segment.write_bytes(bytes(24))  # as it is left at times
+    call_command("stop_engines", "--simulated", stdout=StringIO())
+    assert not segment.exists()
 
 
 def test_end_of_the_demo_with_the_broker_away(ready: Instance, settings: Any, valkey: str) -> None:

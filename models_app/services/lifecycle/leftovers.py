@@ -108,7 +108,7 @@ def _orphan(host_name: str, marker: Marker, processes: Iterable[MarkedProcess]) 
 def _sweep_files(living: set[int]) -> None:
     """Segments, sockets and temporary folders of our own ended starts; those of another installation or program are
     never touched, nor those of a start whose engine may just be coming up."""
-    over = _named_starts() - living
+    over = named_starts() - living
     if not over:
         return
     rows = LaunchAttempt.objects.filter(pk__in=over).select_related("instance")
@@ -118,7 +118,7 @@ def _sweep_files(living: set[int]) -> None:
             log.info("removed what attempt %s left on the machine", pk)
 
 
-def _named_starts() -> set[int]:
+def named_starts() -> set[int]:
     """The starts of this installation after which a file in shared memory or a folder of sockets is named."""
     mine = this_installation()
     names = [path.name for path in _SHM.glob(f"sz-{mine}-i*-a*")]

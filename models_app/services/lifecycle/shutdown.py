@@ -17,7 +17,7 @@ from models_app import transitions
 from models_app.engines import process, rundir
 from models_app.models import Instance
 from models_app.services.lifecycle.ending import attempt_close
-from models_app.services.lifecycle.leftovers import marked_starts
+from models_app.services.lifecycle.leftovers import marked_starts, named_starts
 from models_app.states import HAS_PROCESS, InstanceState
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def engines_stop(*, kind: str | None = None, limit_s: float = 5.0) -> Ended:
         if folder not in left:
             process.terminate(folder, limit_s=0.0, patience_s=1.0)  # waits for the guardian's own last write
             process.cleanup(folder)
+    _tidy(kind)
     alive.update(_homeless(kind))
     try:
         _rows_end({int(folder.name) for folder in folders if folder not in left})
@@ -70,6 +71,15 @@ def _runs(folder: Path, kind: str | None) -> bool:
     if attempt is None or (kind is not None and attempt.get("engine") != kind):
         return False
     return status is None or not status.ended or bool(process.members(folder, status))
+
+
+def _tidy(kind: str | None) -> None:
+    """What starts left that had ended before, killed a moment ago perhaps: no worker will come by to remove it."""
+    for attempt_id in named_starts():
+        folder = Path(settings.SARDEENZ_RUN_DIR) / str(attempt_id)
+        attempt = process.read_attempt(folder)
+        if attempt is not None and kind in (None, attempt.get("engine")):
+            process.cleanup(folder)
 
 
 def _homeless(kind: str | None) -> set[int]:
