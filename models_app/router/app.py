@@ -365,6 +365,10 @@ class RouterApp:
             tally.failed = tally.failed or error.code
             client.let_go()
             raise
+        except Exception:
+            status, tally.failed = 503, tally.failed or "internal_error"  # as ``_http`` answers it
+            client.let_go()
+            raise
         finally:
             client.close()
             self._count(exchange, status or reply.status)

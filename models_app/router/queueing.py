@@ -193,8 +193,11 @@ class Door:
         if route.targets:
             self._end_need()
             self._let_in()
-        elif len(self.queue) and (route.status == "failed" or route.refused or not route.on_demand):
-            self._turn_away(not_ready(route))
+        elif len(self.queue):
+            if route.status == "failed" or route.refused or not route.on_demand:
+                self._turn_away(not_ready(route))
+            else:  # perhaps it was lost while they waited for a place: then nobody has asked for it yet
+                self.ask_for_model()
 
     def hear_of_elsewhere(self, inflight: int) -> None:
         fewer = inflight < self.inflight_elsewhere

@@ -67,7 +67,7 @@ class Relay:
     async def run(self, *, strip_usage: bool) -> None:
         """Raises BrokenOff when the engine died in an answer that is no event stream."""
         connection = self.connection
-        connection.on_stall = self.client.leave
+        connection.on_stall = self.client.drop
         content_type = b""
         length: bytes | None = None
         headers: list[Header] = []
@@ -149,7 +149,9 @@ class Relay:
     async def _piecewise(self, tail: AnswerTail) -> None:
         connection, reply, tally = self.connection, self.reply, self.tally
         while (block := await connection.block()) is not None:
-            tally.first_byte_at = tally.first_byte_at or time.monotonic()
+            now = time.monotonic()
+            connection.deadline = now + self.idle_s  # for the client to take it, too
+            tally.first_byte_at = tally.first_byte_at or now
             tail.feed(block)
             if self.capture is not None:
                 self.capture.feed(block)
@@ -197,6 +199,7 @@ class Relay:
             self.capture.feed(body)
         self.tally.failed = self.tally.failed or "engine_error"
         self.tally.first_byte_at = time.monotonic()
+        connection.deadline = self.tally.first_byte_at + self.idle_s  # for the client to take it
         status = connection.status
         if status in (401, 403):
             raise RouterError(

@@ -132,6 +132,11 @@ class Client:
     def leave(self) -> None:
         """End the request: nobody reads its answer any more."""
         if self._watched:
+            self.drop()
+
+    def drop(self) -> None:
+        """End the request of a client that takes too long to read, be it only the end of its answer."""
+        if not self.gone:
             self._watched = False
             self.gone = True
             self.task.cancel()

@@ -38,6 +38,15 @@ _WANTED = frozenset(
 )
 
 
+#: Words that an engine's own models read as true where a boolean belongs.
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+
+
+def is_true(value: object) -> bool:
+    """Whether an engine takes ``value`` for true: 1 and "yes" too, and who writes so is counted all the same."""
+    return value.lower() in _TRUE if isinstance(value, str) else value == 1
+
+
 class ClientGone(Exception):
     """The client left before it had sent all of its body."""
 
@@ -166,11 +175,11 @@ class Ask:
         if endpoint.multipart:
             self.form = Form(body, content_type)
             model = self.form.field(b"model")
-            self.stream = (self.form.field(b"stream") or "").lower() in ("true", "1")
+            self.stream = is_true(self.form.field(b"stream"))
         else:
             self.data = self._object(body)
             model = self.data.get("model")
-            self.stream = endpoint.streams and self.data.get("stream") is True
+            self.stream = endpoint.streams and is_true(self.data.get("stream"))
         if not isinstance(model, str) or not model:
             raise bad_request("Say which model in 'model' (a string).", code="missing_model", param="model")
         self.model: str = model
@@ -253,7 +262,7 @@ class Ask:
                     changed["stream_options"] = {"include_usage": True}
                 else:
                     added["stream_options"] = {"include_usage": True}
-            elif isinstance(options, dict) and not options.get("include_usage"):
+            elif isinstance(options, dict) and not is_true(options.get("include_usage")):
                 self.strip_usage = True
                 changed["stream_options"] = {**options, "include_usage": True}
                 if options.get("continuous_usage_stats"):  # without usage at the end it has no effect: keep it so

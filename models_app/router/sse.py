@@ -167,35 +167,44 @@ class Scanner:
 
 
 class AnswerTail:
-    """Finds the usage in an answer that is not a stream, in its last bytes; nothing else of the answer is kept."""
+    """Finds the usage in an answer that is not a stream; of the answer, no more than its last bytes is kept.
 
-    __slots__ = ("_tail",)
+    Some answers tell it long before their end: a ranking before its documents, a chat before its prompt's tokens.
+    """
+
+    __slots__ = ("_seen", "_tail")
 
     KEEP_BYTES = 16 * 1024
 
     def __init__(self) -> None:
         self._tail = b""
+        self._seen: tuple[int, int] | None = None
 
     def feed(self, block: bytes) -> None:
-        if len(block) >= self.KEEP_BYTES or not self._tail:
-            self._tail = block[-self.KEEP_BYTES :]
-        else:
-            self._tail = (self._tail + block)[-self.KEEP_BYTES :]
+        tail = self._tail + block if self._tail else block
+        if len(tail) > self.KEEP_BYTES:
+            self._seen = self._find(tail) or self._seen
+            tail = tail[-self.KEEP_BYTES :]
+        self._tail = tail
 
     def usage(self) -> tuple[int, int]:
         """(prompt tokens, completion tokens), 0 where not told.
 
         Inside a JSON string every quote is escaped, so text that an engine generated cannot look like the key here.
         """
-        for name in (b'"usage"', b'"billed_units"'):  # the latter is Cohere's
-            found = self._told(name)
-            if found is not None:
-                return max(0, found[0]), max(0, found[1])
-        return 0, 0
+        prompt, completion = self._find(self._tail) or self._seen or (0, 0)
+        return max(0, prompt), max(0, completion)
 
-    def _told(self, name: bytes) -> tuple[int, int] | None:
+    @classmethod
+    def _find(cls, tail: bytes) -> tuple[int, int] | None:
+        for name in (b'"usage"', b'"billed_units"'):  # the latter is Cohere's
+            if name in tail and (found := cls._told(tail, name)) is not None:
+                return found
+        return None
+
+    @staticmethod
+    def _told(tail: bytes, name: bytes) -> tuple[int, int] | None:
         """The last object of this name that tells tokens."""
-        tail = self._tail
         at = tail.rfind(name)
         while at >= 0:
             start = tail.find(b"{", at, at + len(name) + 5)

@@ -228,6 +228,7 @@ class EventStream:
             await self._finish(b"")
             return
         self._tally.failed = exc.kind
+        self._connection.deadline = time.monotonic() + self._idle_s  # for the client to take the last event
         if self._scanner.inside:
             raise BrokenOff
         await self._refuse(lost_midway(exc))

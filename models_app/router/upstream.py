@@ -134,6 +134,8 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def _rest(self) -> None:
+        if self._paused:  # the client left before the end of its answer was taken
+            self.transport.resume_reading()
         self.used_before = True
         self._reset()
         self.pool.rest(self)
@@ -226,6 +228,8 @@ class Connection(asyncio.Protocol):
             raise ValueError("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.started:  # a trailer: it comes too late to be a header
+            return
         name = name.lower()
         if name == b"content-length" or name == b"transfer-encoding":
             self._bare_ending = False

@@ -10,6 +10,7 @@ import pytest
 
 from models_app.router.config import RouterConfig
 from models_app.router.endpoints import ENDPOINTS
+from models_app.router.exchange import Exchange
 from models_app.router.table import TableSource
 from tests.models_app.router.support import (
     AUTH,
@@ -281,6 +282,19 @@ async def test_own_fault_is_503_with_retry_after(router: Router, monkeypatch: py
     assert (response.status_code, response.json()["error"]["code"]) == (503, "internal_error")
     assert "retry-after" in response.headers
     assert "a bug" not in response.text
+
+
+async def test_own_fault_in_an_exchange_is_counted_as_what_was_answered(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: Exchange) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Exchange, "run", broken)
+    assert (await router.chat()).status_code == 503
+    assert router.app.metrics.requests.values == {("m", "503"): 1}
+    await router.wait_for(lambda: bool(router.used))
+    assert router.used[0]["errors"] == 1
 
 
 async def test_requests_per_minute_are_limited_with_headers(engine: FakeEngine) -> None:

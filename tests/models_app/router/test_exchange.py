@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from tests.models_app.router.support import (
     running_engines,
     running_router,
 )
+
+LONG_REST = replace(FAST, cool_down_s=600.0, cool_down_max_s=600.0)  # however slow the machine is
 
 
 def answers(status: int, headers: dict[str, str] | None = None) -> Any:
@@ -60,7 +63,7 @@ async def test_other_replica_is_tried_before_the_first_byte(bad: Any) -> None:
 
 
 async def test_dead_replica_is_left_alone_after_one_failure() -> None:
-    async with running_engines(chat, chat) as engines, running_router(model("m", *engines)) as router:
+    async with running_engines(chat, chat) as engines, running_router(model("m", *engines), config=LONG_REST) as router:
         await engines[0].stop()
         statuses = [(await router.chat()).status_code for _ in range(10)]
         assert statuses == [200] * 10
@@ -69,7 +72,10 @@ async def test_dead_replica_is_left_alone_after_one_failure() -> None:
 
 
 async def test_failing_engine_is_told_of_once_at_a_time() -> None:
-    async with running_engines(chat, chat) as (dead, alive), running_router(model("m", dead, alive)) as router:
+    async with (
+        running_engines(chat, chat) as (dead, alive),
+        running_router(model("m", dead, alive), config=LONG_REST) as router,
+    ):
         await dead.stop()
         for _ in range(6):
             assert (await router.chat()).status_code == 200
@@ -527,10 +533,14 @@ async def test_waiting_has_a_limit() -> None:
 
 
 async def test_queue_has_a_limit() -> None:
-    config = RouterConfig(queue_limit=2, queue_wait_s=0.2)
+    config = RouterConfig(queue_limit=2)
     async with running_router(model("m", status="starting", on_demand=True), config=config) as router:
-        codes = [one.json()["error"]["code"] for one in await asyncio.gather(*(router.chat() for _ in range(4)))]
-    assert sorted(codes) == ["model_loading", "model_loading", "queue_full", "queue_full"]
+        waiting = [asyncio.ensure_future(router.chat()) for _ in range(2)]
+        await router.wait_for(lambda: router.app.metrics.queued.values.get(("m",)) == 2)
+        for _ in range(2):
+            assert (await router.chat()).json()["error"]["code"] == "queue_full"
+        router.set_routes(model("m", status="failed", on_demand=True))
+        assert {one.json()["error"]["code"] for one in await asyncio.gather(*waiting)} == {"model_failed"}
 
 
 async def test_loaded_model_does_not_wait_behind_a_loading_one(engine: FakeEngine) -> None:
@@ -572,10 +582,10 @@ async def test_waiting_stream_whose_engine_refuses_ends_with_its_error(engine: F
     engine.behaviour = answers(400)
     config = RouterConfig(commit_stream_s=0.02, comment_s=0.02)
     async with running_router(model("m", status="starting", on_demand=True), config=config) as router:
-        call = asyncio.ensure_future(router.chat(stream=True))
-        await asyncio.sleep(0.1)
-        router.set_routes(model("m", engine, on_demand=True))
-        assert '"message":"no"' in (await call).text
+        request = router.client.stream("POST", "/v1/chat/completions", json=ask(stream=True), headers=AUTH)
+        async with request as response:  # its headers are there: the stream has begun
+            router.set_routes(model("m", engine, on_demand=True))
+            assert '"message":"no"' in (await response.aread()).decode()
 
 
 async def test_wish_is_repeated_while_someone_waits_and_the_broker_is_away(engine: FakeEngine) -> None:
@@ -617,3 +627,21 @@ async def test_models_are_listed_without_asking_any_engine(engine: FakeEngine) -
     assert by_id["awake"]["instances"] == [engine.port]
     assert (by_id["asleep"]["status"], by_id["asleep"]["on_demand"]) == ("sleeping", True)
     assert by_id["awake"]["token_limit"] == 2000
+
+
+async def test_model_that_is_lost_while_some_wait_for_a_place_is_asked_for(engine: FakeEngine) -> None:
+    go_on = asyncio.Event()
+
+    async def held(request: Request, answer: Answer) -> None:
+        await go_on.wait()
+        await chat(request, answer)
+
+    engine.behaviour = held
+    async with running_router(model("m", engine, on_demand=True, max_concurrency=1)) as router:
+        calls = [asyncio.ensure_future(router.chat()) for _ in range(2)]
+        await router.wait_for(lambda: router.app.metrics.queued.values.get(("m",)) == 1)
+        router.set_routes(model("m", status="sleeping", on_demand=True, max_concurrency=1))
+        await router.wait_for(lambda: router.demanded == ["m"])
+        router.set_routes(model("m", engine, on_demand=True, max_concurrency=1))
+        go_on.set()
+        assert [one.status_code for one in await asyncio.gather(*calls)] == [200, 200]

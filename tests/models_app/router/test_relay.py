@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from models_app.router.config import RouterConfig
+from models_app.router.upstream import Connection, Pool
 from tests.models_app.router.support import (
     AUTH,
     HANGS_S,
@@ -223,13 +224,13 @@ async def test_stream_has_no_limit_in_all(engine: FakeEngine) -> None:
     async def long(request: Request, answer: Answer) -> None:
         await answer.start()
         for _ in range(12):
-            await asyncio.sleep(0.04)
+            await asyncio.sleep(0.1)
             await answer.event(content("x"))
         await answer.event("[DONE]")
         await answer.end()
 
     engine.behaviour = long
-    config = RouterConfig(sweep_s=0.01, idle_s=0.25, first_byte_s=0.25)
+    config = RouterConfig(sweep_s=0.01, idle_s=1.0, first_byte_s=1.0)
     async with running_router(model("m", engine), config=config) as router:
         assert words((await router.chat(stream=True)).text) == "x" * 12
 
@@ -566,3 +567,122 @@ async def test_error_event_from_the_engine_counts_as_error(router: Router, engin
     assert "engine core died" in (await router.chat(stream=True)).text
     await router.wait_for(lambda: bool(router.used))
     assert router.used[0]["errors"] == 1
+
+
+# --- what is left of an answer that nobody took ---
+
+
+class PausableTransport:
+    def __init__(self) -> None:
+        self.reading = True
+
+    def write(self, data: bytes) -> None: ...
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def abort(self) -> None: ...
+
+
+async def test_kept_connection_reads_again_when_the_end_of_its_answer_was_not_taken() -> None:
+    """A client that leaves between the engine's last bytes and their turn: the next request would wait for ever."""
+    pool = Pool("127.0.0.1", 1, RouterConfig())
+    connection = Connection(pool, asyncio.get_running_loop())
+    transport = PausableTransport()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"")
+    size = pool.config.buffer_bytes + 1
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+    assert connection.complete
+    assert not transport.reading
+    connection.finish()
+    assert pool.take() is connection
+    assert transport.reading
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_client_that_never_reads_the_end_is_dropped(engine: FakeEngine, stream: bool) -> None:
+    """What is sent last waits for the client like everything before it, and no longer."""
+
+    async def two_pieces(request: Request, answer: Answer) -> None:
+        await answer.start("text/event-stream" if stream else "application/json")
+        await answer.event(content("a"))
+        await answer.end()
+
+    engine.behaviour = two_pieces
+    never = asyncio.Event()
+    asked = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        if asked:
+            await never.wait()
+        asked = True
+        return {"type": "http.request", "body": json.dumps(ask(stream=stream)).encode(), "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            await never.wait()  # a server whose client takes nothing any more
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [(b"authorization", AUTH["Authorization"].encode())],
+    }
+    async with running_router(model("m", engine), config=RouterConfig(sweep_s=0.02, idle_s=0.2)) as router:
+        request = asyncio.ensure_future(router.app(scope, receive, send))
+        await asyncio.wait({request}, timeout=HANGS_S)
+        try:
+            assert request.done()
+            assert router.app.metrics.gone.values["m",] == 1
+        finally:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+
+async def test_trailers_are_no_headers(router: Router, engine: FakeEngine) -> None:
+    async def with_trailer(request: Request, answer: Answer) -> None:
+        answer.writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"2\r\n{}\r\n0\r\nx-late: 1\r\n\r\n"
+        )
+        await answer.writer.drain()
+
+    engine.behaviour = with_trailer
+    response = await router.chat()
+    assert response.json() == {}
+    assert "x-late" not in response.headers
+
+
+# --- usage of those who would rather not be counted ---
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": 1},
+        {"stream": "true"},
+        {"stream": "Yes"},
+        {"stream": True, "stream_options": {"include_usage": "false"}},
+        {"stream": True, "stream_options": {"include_usage": "0"}},
+    ],
+    ids=str,
+)
+async def test_usage_is_asked_for_however_the_stream_is_asked_for(
+    router: Router, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    """An engine reads these as booleans; a client that writes so must not go uncounted."""
+    response = await router.chat(**fields)
+    assert engine.requests[0].json["stream_options"]["include_usage"] is True
+    assert "usage" not in response.text
+    await router.wait_for(lambda: bool(router.used))
+    assert (router.used[0]["prompt_tokens"], router.used[0]["completion_tokens"]) == (7, 3)
+
+
+@pytest.mark.parametrize("value", [1, "yes"])
+async def test_usage_is_shown_to_who_asked_in_other_words(router: Router, value: object) -> None:
+    response = await router.chat(stream=True, stream_options={"include_usage": value})
+    assert "usage" in response.text

@@ -145,3 +145,21 @@ def test_cohere_tells_its_tokens_under_another_name() -> None:
     tail = AnswerTail()
     tail.feed(COHERE)
     assert tail.usage() == (7, 0)
+
+
+@pytest.mark.parametrize("size", [1000, 100_000, 10_000_000])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"id": "r", "usage": {"prompt_tokens": 11, "total_tokens": 11}, "results": [{"document": "d" * 50_000}]},
+        {"choices": [], "usage": {"prompt_tokens": 11}, "prompt_token_ids": list(range(20_000))},
+    ],
+    ids=["ranking", "chat"],
+)
+def test_usage_long_before_the_end_is_found(answer: dict[str, Any], size: int) -> None:
+    """As vLLM orders these answers; a long rest must not make the tokens free."""
+    body = json.dumps(answer).encode()
+    tail = AnswerTail()
+    for start in range(0, len(body), size):
+        tail.feed(body[start : start + size])
+    assert tail.usage() == (11, 0)
