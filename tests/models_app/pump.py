@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,17 @@ import pytest
 from celery import current_app
 
 from models_app import dispatch
+from models_app.engines import procfs
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and until it is dead: on a busy machine the signal takes longer to arrive than the next look."""
+    ticks = procfs.start_ticks(pid)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while procfs.is_alive(pid, ticks):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 class Pump:

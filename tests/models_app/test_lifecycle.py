@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from models_app.services.memory.kvcache import kvcache_limit_set
 from models_app.services.models import model_create
 from models_app.states import InstanceState
 from tests.builders import GIB
-from tests.models_app.pump import Pump
+from tests.models_app.pump import Pump, kill
 
 S = InstanceState
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -63,7 +62,7 @@ def test_killed_engine_is_failed_with_its_cause(fleet: Host, pump: Pump, setting
     pump.run(lambda: _now(row).state == S.READY)
     attempt = _now(row).attempt
     assert attempt is not None
-    os.kill(attempt.engine_pid or 0, signal.SIGKILL)
+    kill(attempt.engine_pid or 0)
     pump.send(dispatch.PROBE, row.pk, queue="")
     pump.run(lambda: _now(row).state == S.FAILED)
     attempt.refresh_from_db()

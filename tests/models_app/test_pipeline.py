@@ -26,7 +26,7 @@ from models_app.services.plans.control import reconcile_control
 from models_app.services.plans.reconcile import reconcile_host
 from models_app.states import DesiredState, InstanceState
 from tests.builders import GIB, make_model
-from tests.models_app.pump import Pump
+from tests.models_app.pump import Pump, kill
 
 S = InstanceState
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.slow]
@@ -175,7 +175,7 @@ def test_restart_runs_the_saved_options(fleet: Host, pump: Pump) -> None:
 def test_killed_engine_fails_with_a_cause_and_comes_back(fleet: Host, pump: Pump, settings: Any) -> None:
     settings.RESTART_BACKOFF_S = 0.1
     row = _ready(pump)
-    os.kill(_engine_pid(row), signal.SIGKILL)
+    kill(_engine_pid(row))
     pump.send(dispatch.PROBE, row.pk, queue="")
     pump.run(lambda: Instance.objects.get(pk=row.pk).first_cause != "")
     row.refresh_from_db()

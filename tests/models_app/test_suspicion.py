@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from models_app.services.lifecycle.launch import model_launch
 from models_app.services.lifecycle.suspicion import instance_suspect
 from models_app.states import InstanceState
 from tests.builders import make_instance, make_model
-from tests.models_app.pump import Pump
+from tests.models_app.pump import Pump, kill
 
 S = InstanceState
 pytestmark = pytest.mark.django_db
@@ -65,6 +63,6 @@ def test_killed_engine_is_failed_by_the_hint_alone(fleet: Host, pump: Pump) -> N
     pump.run(lambda: state() == S.READY)
     pump.drop()
     assert row.attempt is not None and row.attempt.engine_pid is not None
-    os.kill(row.attempt.engine_pid, signal.SIGKILL)
+    kill(row.attempt.engine_pid)
     instance_suspect(row.pk, kind="connect")
     pump.run(lambda: state() == S.FAILED)
