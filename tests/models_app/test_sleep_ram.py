@@ -127,7 +127,7 @@ def test_memory_of_sleepers_is_shown_per_host(host: Host, client: Client, valkey
 
 def test_shared_memory_is_shown_and_told_when_it_runs_out(host: Host, client: Client) -> None:
     Host.objects.update(total_shm_bytes=64 * GIB, available_shm_bytes=40 * GIB, available_ram_bytes=60 * GIB)
-    assert "/dev/shm free <b>40.0</b> of 64.0 GiB" in client_of().get("/gpus/").content.decode()
+    assert "/dev/shm free <b>40.0 GiB</b> of 64.0 GiB" in client_of().get("/gpus/").content.decode()
     headers = {"Authorization": f"Bearer {make_key()[1]}"}
     (told,) = client.get("/api/v1/hosts", headers=headers).json()
     assert (told["total_shm_bytes"], told["available_shm_bytes"]) == (64 * GIB, 40 * GIB)

@@ -119,8 +119,10 @@ def _sleep_again(row: Instance, actor: str) -> str | None:
 
 def _claims_nothing(newcomer: dict[str, Any]) -> None:
     """A sleeper that goes on sleeping gives up its claim to wake, or its neighbour would find no room to come back."""
-    row = Instance.objects.filter(pk=newcomer.get("instance_id") or 0).select_related("attempt").first()
-    if newcomer["kind"] == "wake" and row is not None and row.state == S.SLEEPING:
+    if newcomer["kind"] != "wake":
+        return
+    row = Instance.objects.filter(pk=newcomer["instance_id"], state=S.SLEEPING).select_related("attempt").first()
+    if row is not None:
         claim_waive(row)
 
 
